@@ -1,0 +1,17 @@
+"""A rollout collector for LLM reinforcement learning, native to TorchRL."""
+
+from __future__ import annotations
+
+from torchrl_llm.batches import split_trajectories
+from torchrl_llm.collector import LLMCollector
+from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, WorkerError
+
+__all__ = [
+    "CollectorError",
+    "EnvError",
+    "LLMCollector",
+    "PolicyError",
+    "PromptsExhausted",
+    "WorkerError",
+    "split_trajectories",
+]

@@ -1,0 +1,73 @@
+"""From the collector's sources to slots, policies and the bridges between them.
+
+Called once, by the constructor's thread. Environments are built before policies, since engines are the expensive part;
+whatever was built is closed again if a later one fails.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torchrl_llm.arguments import Source
+from torchrl_llm.bridge import make_bridge
+from torchrl_llm.envs import Slot
+from torchrl_llm.errors import CollectorError, EnvError, PolicyError
+from torchrl_llm.policies.pool import PolicyPool
+from torchrl_llm.policies.runner import Post
+
+CLOSE_SECONDS = 5.0
+
+
+def build_slots(sources: list[Source]) -> list[Slot]:
+    """One slot per source.
+
+    Raises:
+        EnvError: if a constructor fails, or gives no environment.
+    """
+    slots: list[Slot] = []
+    try:
+        for env_id, (constructor, instance) in enumerate(sources):
+            env = instance if constructor is None else _construct(constructor, EnvError, slot=env_id)
+            slots.append(Slot(env_id, env, constructor))
+    except BaseException:
+        for slot in slots:
+            slot.close()
+        raise
+    return slots
+
+
+def build_policies(sources: list[Source], slots: list[Slot], post: Post) -> PolicyPool:
+    """The policies, and the slots' bridges to each of them.
+
+    Raises:
+        PolicyError: if a constructor fails, or gives nothing callable.
+        ValueError: if an environment and a policy have no keys in common, or a policy makes several samples.
+    """
+    pool = None
+    try:
+        policies = [
+            instance if constructor is None else _construct(constructor, PolicyError)
+            for constructor, instance in sources
+        ]
+        for index, policy in enumerate(policies):
+            if not callable(policy):
+                raise PolicyError(f"the constructor of policy {index} returned {type(policy).__name__}, not a callable")
+        for slot in slots:
+            slot.bridges = [make_bridge(slot.env, policy) for policy in policies]
+        pool = PolicyPool(policies, [constructor for constructor, _ in sources], post)
+    except BaseException:
+        for slot in slots:
+            slot.close()
+        if pool is not None:
+            pool.close(time.monotonic() + CLOSE_SECONDS)
+        raise
+    return pool
+
+
+def _construct(constructor: Any, kind: type[CollectorError], slot: int | None = None) -> Any:
+    name = getattr(constructor, "__qualname__", repr(constructor))
+    try:
+        return constructor()
+    except Exception as error:
+        raise kind(f"the constructor {name} failed: {type(error).__name__}: {error}", slot=slot) from error

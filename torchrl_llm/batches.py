@@ -1,0 +1,192 @@
+"""Turns -> batches: pure state machines without I/O, and the functions that stack and split turns.
+
+Invariants: a turn enters a batcher once and leaves it once, by ``pop``, ``flush`` or ``drop``; ``pop`` gives exactly
+one unit of the reader's choice; trajectories are contiguous and in turn order in :class:`TrajectoryBatcher`.
+
+Owned by the rollout, and used only by the thread that drives it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+
+@dataclass
+class Trajectory:
+    """The life of one prompt in one environment row, under one policy."""
+
+    id: int
+    env_id: int
+    policy_id: int
+    group_id: int = -1
+    turns: int = 0
+
+
+@dataclass
+class Turn:
+    """One finished step: the TensorDict that the reader gets, and whether it ends its trajectory."""
+
+    trajectory: Trajectory
+    step: int
+    data: TensorDictBase
+    done: bool
+    policy_version: int = 0
+    policy_version_end: int = 0
+
+    def stamped(self) -> TensorDictBase:
+        """The turn's data with its ``"collector"`` entries, each an int64 scalar."""
+        trajectory = self.trajectory
+        ids = {
+            "traj_ids": trajectory.id,
+            "step": self.step,
+            "env_id": trajectory.env_id,
+            "policy_id": trajectory.policy_id,
+            "group_id": trajectory.group_id,
+            "policy_version": self.policy_version,
+            "policy_version_end": self.policy_version_end,
+        }
+        self.data.set("collector", TensorDict({k: torch.tensor(v) for k, v in ids.items()}, batch_size=()))
+        return self.data
+
+
+class Batcher(Protocol):
+    """Collects finished turns and gives them back in the reader's unit."""
+
+    whole_trajectories: bool
+
+    def add(self, turn: Turn) -> None:
+        """Takes a finished turn."""
+
+    def pop(self, limit: int | None) -> list[Turn] | None:
+        """A full batch, or the last short one that reaches ``limit`` turns; ``None`` while there is none."""
+
+    def flush(self) -> list[Turn]:
+        """All that may still be delivered when nothing more will come, as one short batch; may be empty."""
+
+    def drop(self, trajectory: Trajectory) -> int:
+        """Forgets an unfinished trajectory; returns how many of its finished turns are lost by that."""
+
+
+@dataclass
+class StepBatcher:
+    """Exactly ``size`` turns per batch, in completion order; trajectories may be split over batches.
+
+    Examples:
+        >>> batcher = StepBatcher(size=2)
+        >>> batcher.add(Turn(Trajectory(0, 0, 0), 0, TensorDict(), done=True))
+        >>> batcher.pop(limit=None) is None, len(batcher.pop(limit=1))
+        (True, 1)
+    """
+
+    size: int
+    whole_trajectories: bool = field(default=False, init=False)
+    _turns: deque[Turn] = field(default_factory=deque, init=False)
+
+    def add(self, turn: Turn) -> None:
+        """See :meth:`Batcher.add`."""
+        self._turns.append(turn)
+
+    def pop(self, limit: int | None) -> list[Turn] | None:
+        """See :meth:`Batcher.pop`."""
+        size = self.size if limit is None else min(self.size, limit)
+        if not size or len(self._turns) < size:
+            return None
+        return [self._turns.popleft() for _ in range(size)]
+
+    def flush(self) -> list[Turn]:
+        """See :meth:`Batcher.flush`."""
+        turns = list(self._turns)[: self.size]
+        for _ in turns:
+            self._turns.popleft()
+        return turns
+
+    def drop(self, trajectory: Trajectory) -> int:
+        """Nothing is lost: the turns that were finished are delivered, also of a trajectory that failed later."""
+        return 0
+
+
+@dataclass
+class TrajectoryBatcher:
+    """``size`` complete trajectories per batch, in the order in which they ended.
+
+    Examples:
+        >>> batcher, a, b = TrajectoryBatcher(size=1), Trajectory(0, 0, 0), Trajectory(1, 1, 0)
+        >>> batcher.add(Turn(a, 0, TensorDict(), done=False))
+        >>> batcher.add(Turn(b, 0, TensorDict(), done=True))
+        >>> [turn.trajectory.id for turn in batcher.pop(limit=None)]
+        [1]
+    """
+
+    size: int
+    whole_trajectories: bool = field(default=True, init=False)
+    _open: dict[int, list[Turn]] = field(default_factory=dict, init=False)
+    _complete: deque[list[Turn]] = field(default_factory=deque, init=False)
+
+    def add(self, turn: Turn) -> None:
+        """See :meth:`Batcher.add`."""
+        turns = self._open.setdefault(turn.trajectory.id, [])
+        turns.append(turn)
+        if turn.done:
+            self._complete.append(self._open.pop(turn.trajectory.id))
+
+    def pop(self, limit: int | None) -> list[Turn] | None:
+        """See :meth:`Batcher.pop`. A trajectory is never cut, so ``limit`` may be passed by less than one."""
+        if limit == 0:
+            return None
+        taken = turns = 0
+        for trajectory in self._complete:
+            taken, turns = taken + 1, turns + len(trajectory)
+            if taken == self.size or (limit is not None and turns >= limit):
+                return self._take(taken)
+        return None
+
+    def flush(self) -> list[Turn]:
+        """See :meth:`Batcher.flush`."""
+        return self._take(min(self.size, len(self._complete)))
+
+    def drop(self, trajectory: Trajectory) -> int:
+        """See :meth:`Batcher.drop`."""
+        return len(self._open.pop(trajectory.id, ()))
+
+    def _take(self, count: int) -> list[Turn]:
+        return [turn for _ in range(count) for turn in self._complete.popleft()]
+
+
+def stack_turns(turns: list[Turn]) -> LazyStackedTensorDict:
+    """A batch of turns as a one-dimensional lazy stack, without copying any of them."""
+    return LazyStackedTensorDict(*[turn.stamped() for turn in turns], stack_dim=0)
+
+
+def ended_trajectories(turns: list[Turn]) -> list[int]:
+    """Ids of the trajectories whose last turn is among ``turns``."""
+    return [turn.trajectory.id for turn in turns if turn.done]
+
+
+def split_trajectories(batch: TensorDictBase) -> list[TensorDictBase]:
+    """Splits a batch into its trajectories, each a one-dimensional lazy stack of turns in order.
+
+    Args:
+        batch: a batch of a collector, of shape ``(T,)``; turns of one trajectory may lie anywhere in it.
+
+    Returns:
+        One TensorDict of shape ``(T_i,)`` per trajectory, in order of first appearance.
+
+    Raises:
+        KeyError: if the batch has no ``("collector", "traj_ids")``.
+
+    Examples:
+        >>> rows = [Turn(Trajectory(i, 0, 0), 0, TensorDict(), True).stamped() for i in (4, 2, 4)]
+        >>> [len(t) for t in split_trajectories(LazyStackedTensorDict(*rows, stack_dim=0))]
+        [2, 1]
+    """
+    rows: dict[int, list[TensorDictBase]] = {}
+    for row in batch.unbind(0):
+        rows.setdefault(int(row["collector", "traj_ids"]), []).append(row)
+    for turns in rows.values():
+        turns.sort(key=lambda row: int(row["collector", "step"]))
+    return [LazyStackedTensorDict(*turns, stack_dim=0) for turns in rows.values()]

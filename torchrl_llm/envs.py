@@ -1,0 +1,226 @@
+"""Environment slots: an environment instance, its rows, and the prompts that it may still take.
+
+A :class:`Slot` is one environment with its current observations; an environment of batch size ``(B,)`` is one slot of
+B rows that step together, ``()`` and ``(1,)`` are one row. A row holds one trajectory at a time.
+
+Invariants: an environment is called by one thread at a time; building a slot takes no prompt; no prompt that the
+environment's data hand out is lost when they run out in the middle of a batch of rows.
+
+A slot belongs to the thread that drives the rollout. :meth:`Slot.reset` and :meth:`Slot.step` may be lent to one
+environment thread, during which the rollout does not touch the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.llm import DataLoadingPrimer
+
+from torchrl_llm.batches import Trajectory
+from torchrl_llm.bridge import KeyBridge, merge_entry
+from torchrl_llm.errors import EnvError, PromptsExhausted
+
+EnvConstructor = Callable[[], EnvBase]
+
+
+@dataclass
+class Row:
+    """One row of an environment: its trajectory, what it observes, and the policy's answer to that."""
+
+    trajectory: Trajectory | None = None
+    observation: TensorDictBase | None = None
+    response: TensorDictBase | None = None
+    request: Any = None
+    version: int = 0
+    version_end: int = 0
+    tokens: tuple[int, int] = (0, 0)
+
+    def clear(self) -> None:
+        """Makes the row free for a new trajectory."""
+        self.trajectory = self.observation = self.response = self.request = None
+
+
+class Slot:
+    """One environment of the collector.
+
+    Args:
+        env_id: index of the slot, ``("collector", "env_id")``.
+        env: the environment.
+        constructor: how to build it anew after an error; ``None`` for an instance that the user passed.
+    """
+
+    def __init__(self, env_id: int, env: EnvBase, constructor: EnvConstructor | None) -> None:
+        self.env_id = env_id
+        self.constructor = constructor
+        self.env = env
+        self.rows = [Row() for _ in range(check_env(env, env_id))]
+        self.bridges: list[KeyBridge] = []
+        self.awaited = 0
+        self.begun = 0
+        self.failures_in_row = 0
+        self.prompts_skipped_in_row = 0
+        self.exhausted = False
+        self._primers = _take_over_primers(env)
+        self._started = False
+
+    @property
+    def policy_id(self) -> int | None:
+        """The policy of the trajectories that run in the slot; ``None`` while none does."""
+        for row in self.rows:
+            if row.trajectory is not None:
+                return row.trajectory.policy_id
+        return None
+
+    def rebuild(self) -> None:
+        """Replaces the environment by a new one from its constructor. Raises what the constructor raises."""
+        assert self.constructor is not None
+        self.close()
+        self.env = self.constructor()
+        if check_env(self.env, self.env_id) != len(self.rows):
+            raise ValueError(f"the constructor of env {self.env_id} now gives another batch size")
+        self._primers = _take_over_primers(self.env)
+        self._started = False
+
+    def close(self) -> None:
+        """Closes the environment if we built it."""
+        if self.constructor is not None and not self.env.is_closed:
+            self.env.close()
+
+    def reset(self) -> list[tuple[int, TensorDictBase]]:
+        """Resets the rows without a trajectory; returns (row, observation) for those that got a prompt.
+
+        Fewer rows than asked for, or none, mean that the environment's data have run out.
+        """
+        free = [index for index, row in enumerate(self.rows) if row.trajectory is None]
+        granted = self._reserve_prompts(len(free))
+        if granted == 0:
+            return []
+        try:
+            observations = self._reset_env(free)
+        except (PromptsExhausted, StopIteration):
+            return []
+        return [(index, observations[index]) for index in free[:granted]]
+
+    def _reset_env(self, free: list[int]) -> list[TensorDictBase]:
+        if len(free) == len(self.rows):
+            self._started = True
+            return _unstack(self.env.reset(), self.env)
+        mask = torch.zeros(len(self.rows), 1, dtype=torch.bool)
+        mask[free] = True
+        observations = [row.observation for row in self.rows]
+        filler = next(obs for obs in observations if obs is not None)
+        stack = lazy_stack([(obs if obs is not None else filler).copy() for obs in observations])
+        stack.set("_reset", mask)
+        return _unstack(self.env.reset(stack), self.env)
+
+    def _reserve_prompts(self, wanted: int) -> int:
+        """How many of ``wanted`` prompts the data still hold; missing ones are padded so that a reset works."""
+        granted = wanted
+        for primer in self._primers:
+            loaded: list[TensorDictBase] = []
+            try:
+                while len(loaded) < wanted:
+                    loaded.append(primer._load_from_dataloader())
+            except PromptsExhausted:
+                granted = min(granted, len(loaded))
+            if loaded:
+                loaded += [loaded[-1].clone() for _ in range(wanted - len(loaded))]
+            primer._queue.extendleft(reversed(loaded))
+        return granted
+
+    def step(self, bridge: KeyBridge) -> list[TensorDictBase]:
+        """Steps the environment with the rows' responses; returns one stepped row (with ``"next"``) per row."""
+        inputs: list[TensorDictBase | None] = []
+        for row in self.rows:
+            if row.response is None or row.observation is None:
+                inputs.append(None)
+            else:
+                inputs.append(bridge.env_input(row.observation, row.response))
+        # A row without a trajectory steps along with another row's action; nobody reads what it makes.
+        filler = next(row for row in inputs if row is not None)
+        rows = [filler.copy() if row is None else row for row in inputs]
+        stepped = self.env.step(rows[0] if not self.env.batch_size else lazy_stack(rows))
+        return _unstack(stepped, self.env)
+
+    def next_observation(self, row: Row, stepped: TensorDictBase) -> TensorDictBase:
+        """What the row observes after ``stepped``: ``"next"`` without rewards, and the entries that only reset makes."""
+        rewards = set(self.env.reward_keys)
+        following = stepped.get("next")
+        assert row.observation is not None
+        observation = row.observation.copy()
+        for key in following.keys():
+            if key not in rewards:
+                merge_entry(observation, key, following.get(key))
+        return observation
+
+
+def check_env(env: Any, env_id: int) -> int:
+    """The number of rows of an environment.
+
+    Raises:
+        EnvError: if it is no environment, or has more than one batch dimension.
+    """
+    if not isinstance(env, EnvBase):
+        raise EnvError(f"the env constructor returned {type(env).__name__}, an EnvBase is needed", slot=env_id)
+    if len(env.batch_size) > 1:
+        raise EnvError(
+            f"the env has batch_size={tuple(env.batch_size)}; allowed are (), (1,) and (B,)", slot=env_id
+        )
+    if env.batch_size and env.batch_size[0] < 1:
+        raise EnvError(f"the env has batch_size={tuple(env.batch_size)}; it must have a row", slot=env_id)
+    return env.batch_size.numel()
+
+
+def _unstack(td: TensorDictBase, env: EnvBase) -> list[TensorDictBase]:
+    if not env.batch_size:
+        return [td]
+    return list(td.tensordicts if isinstance(td, LazyStackedTensorDict) and td.stack_dim == 0 else td.unbind(0))
+
+
+def _take_over_primers(env: EnvBase) -> list[DataLoadingPrimer]:
+    """Finds the environment's data primers and lets each end when its data do.
+
+    TorchRL's ``DataLoadingPrimer`` starts a loader over for ever; on one that cannot start over (a generator) it spins
+    without end. A loader that is its own iterator is thus read once, any other again and again, as in TorchRL.
+    """
+    primers = []
+    if isinstance(env, TransformedEnv):
+        for transform in env.transform if hasattr(env.transform, "__iter__") else [env.transform]:
+            if isinstance(transform, DataLoadingPrimer):
+                if not isinstance(transform.endless_dataloader, _Data):
+                    transform.endless_dataloader = _Data(transform.dataloader, transform.endless_dataloader)
+                primers.append(transform)
+    return primers
+
+
+class _Data:
+    """Iterates over a loader, as often as it can be started over; then :class:`PromptsExhausted`.
+
+    Args:
+        loader: the primer's loader.
+        started: the primer's own endless generator over it, which may be in the middle of a pass.
+    """
+
+    def __init__(self, loader: Iterable[Any], started: Any) -> None:
+        self._loader = loader
+        # The pass that TorchRL's `yield from` has begun goes on here, so that no item is skipped or repeated.
+        under_way = getattr(started, "gi_yieldfrom", None)
+        self._pass: Iterator[Any] = iter(loader) if under_way is None else under_way
+        self.epoch = 0
+
+    def __iter__(self) -> _Data:
+        return self
+
+    def __next__(self) -> Any:
+        for item in self._pass:
+            return item
+        self.epoch += 1
+        self._pass = iter(self._loader)
+        for item in self._pass:
+            return item
+        raise PromptsExhausted("the environment's data have run out")

@@ -1,0 +1,1 @@
+"""Policy runners: one module per way to run a policy."""

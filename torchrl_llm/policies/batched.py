@@ -1,0 +1,125 @@
+"""The batched runner: any TensorDict policy, called on whatever waits.
+
+The runner's thread takes every request that is waiting, calls the policy once on a one-dimensional lazy stack of their
+rows, and splits the result. The policy is called by that thread only, without gradients and, as in TorchRL's
+collectors, with exploration.
+
+Invariant: each submitted ticket is answered once, unless the runner is closed first; after a failure, with that failure.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules.llm.policies import LLMWrapperBase
+
+from torchrl_llm.policies.runner import Post, Response, Ticket
+
+
+class BatchedRunner:
+    """Runs a policy on batches of the requests that wait.
+
+    Args:
+        policy: a callable from a TensorDict of shape ``(N,)`` to one of the same shape.
+        post: where responses go.
+        name: name of the runner's thread.
+    """
+
+    def __init__(self, policy: Any, post: Post, name: str = "torchrl_llm-policy") -> None:
+        self.policy = policy
+        self.broken = False
+        self._failure: Exception | None = None
+        self._post = post
+        self._waiting: deque[tuple[Ticket, TensorDictBase]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def prepare(self, observation: TensorDictBase, previous: TensorDictBase | None) -> TensorDictBase:
+        """The row itself; see :meth:`Runner.prepare`."""
+        return observation
+
+    def submit(self, ticket: Ticket, request: TensorDictBase) -> None:
+        """See :meth:`Runner.submit`."""
+        with self._changed:
+            failure = self._failure
+            if failure is None:
+                self._waiting.append((ticket, request))
+                self._changed.notify()
+        if failure is not None:
+            self._post(Response(ticket, error=failure))
+
+    def close(self, deadline: float) -> list[str]:
+        """See :meth:`Runner.close`. A call of the policy that is under way cannot be cut short."""
+        with self._changed:
+            self._closing = True
+            self._waiting.clear()
+            self._changed.notify()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return [self._thread.name] if self._thread.is_alive() else []
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    return
+                batch = list(self._waiting)
+                self._waiting.clear()
+            self._run(batch)
+
+    def _run(self, batch: list[tuple[Ticket, TensorDictBase]]) -> None:
+        tickets = [ticket for ticket, _ in batch]
+        try:
+            outputs = self._call([row for _, row in batch])
+        except Exception as error:
+            # A policy that raised is not called again: what waits for it gets the same answer.
+            with self._changed:
+                self._failure = error
+                tickets += [ticket for ticket, _ in self._waiting]
+                self._waiting.clear()
+            self.broken = True
+            for ticket in tickets:
+                self._post(Response(ticket, error=error))
+            return
+        for ticket, output in zip(tickets, outputs, strict=True):
+            prompt_tokens, response_tokens = self._token_counts(output)
+            self._post(
+                Response(ticket, output, prompt_tokens=prompt_tokens, response_tokens=response_tokens)
+            )
+
+    def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
+        stack = LazyStackedTensorDict(*[row.copy() for row in rows], stack_dim=0)
+        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+            output = self.policy(stack)
+        if not isinstance(output, TensorDictBase):
+            raise TypeError(f"the policy returned {type(output).__name__}; it must return a TensorDict")
+        if output.batch_size != stack.batch_size:
+            raise ValueError(
+                f"the policy returned batch_size={tuple(output.batch_size)} for rows of batch_size="
+                f"{tuple(stack.batch_size)}; the two must be equal"
+            )
+        return list(output.unbind(0))
+
+    def _token_counts(self, output: TensorDictBase) -> tuple[int, int]:
+        """Tokens of the prompt and of the response, where a language-model wrapper wrote them."""
+        if not isinstance(self.policy, LLMWrapperBase):
+            return 0, 0
+        counts = []
+        for part in ("prompt", "response"):
+            tokens = output.get((self.policy.tokens_key, part), None)
+            if tokens is None:
+                counts.append(0)
+            elif getattr(self.policy, "pad_output", False):
+                counts.append(int((tokens != self.policy.padding_value).sum()))
+            else:
+                counts.append(tokens.numel())
+        return counts[0], counts[1]

@@ -1,0 +1,95 @@
+"""The collector's policies: how each is built, run, replaced and closed.
+
+The pool belongs to the thread that drives the rollout; the runners in it have threads of their own. What was built from
+a constructor is ours to end, an instance is left as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchrl.modules.llm.policies import LLMWrapperBase
+from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
+
+from torchrl_llm.policies.batched import BatchedRunner
+from torchrl_llm.policies.runner import Post, Runner
+from torchrl_llm.policies.vllm import ContinuousRunner
+
+REBUILD_WAIT_SECONDS = 30.0
+
+
+def make_runner(policy: Any, post: Post) -> Runner:
+    """The runner for a policy: continuous for ``vLLMWrapper`` over ``vllm.LLM``, batched for any other.
+
+    Args:
+        policy: the policy.
+        post: where its responses go.
+
+    Raises:
+        ValueError: if a wrapper does not generate, or makes several samples per prompt.
+    """
+    if isinstance(policy, LLMWrapperBase):
+        check_wrapper(policy)
+    if isinstance(policy, vLLMWrapper) and policy._model_type == "sync_vllm":
+        return ContinuousRunner(policy, post)
+    return BatchedRunner(policy, post)
+
+
+def check_wrapper(policy: LLMWrapperBase) -> None:
+    """Refuses a language-model wrapper that cannot answer one prompt by one response.
+
+    Raises:
+        ValueError: if it does not generate, or makes several samples per prompt.
+    """
+    kind = type(policy).__name__
+    if not policy.generate:
+        raise ValueError(f"the policy is a {kind} with generate=False; a collector needs generate=True")
+    if policy.num_samples is not None:
+        raise ValueError(
+            f"the policy is a {kind} with num_samples={policy.num_samples}; only one sample per prompt is allowed: "
+            "give each prompt to several environments, or repeat it in the data"
+        )
+
+
+class PolicyPool:
+    """The policies of a collector, by index.
+
+    Args:
+        policies: the policies, as built or as given.
+        constructors: how to build each anew; ``None`` for those that were given.
+        post: where responses go.
+    """
+
+    def __init__(
+        self, policies: list[Any], constructors: list[Callable[[], Any] | None], post: Post
+    ) -> None:
+        self._constructors = constructors
+        self._post = post
+        self.version = 0
+        self.loads = [0] * len(policies)
+        self.failures_in_row = [0] * len(policies)
+        self.runners: list[Runner] = []
+        try:
+            for policy in policies:
+                self.runners.append(make_runner(policy, post))
+        except BaseException:
+            self.close(time.monotonic() + REBUILD_WAIT_SECONDS)
+            raise
+
+    def rebuild(self, policy_id: int) -> None:
+        """Replaces a broken policy by a new one from its constructor.
+
+        Raises:
+            TypeError: if the policy was given as an instance.
+        """
+        constructor = self._constructors[policy_id]
+        if constructor is None:
+            raise TypeError("it was passed as an instance; pass a constructor for on_error='restart'")
+        self.runners[policy_id].close(time.monotonic() + REBUILD_WAIT_SECONDS)
+        self.runners[policy_id] = make_runner(constructor(), self._post)
+
+    def close(self, deadline: float) -> list[str]:
+        """Ends the runners; returns the names of the threads that are still busy at ``deadline``."""
+        return [name for runner in self.runners for name in runner.close(deadline)]

@@ -1,0 +1,442 @@
+"""The rollout loop: slots, events, turns. One place where the order of things is decided.
+
+The loop takes events from one queue: a policy's response, an environment's outcome, a wake-up. A finished response
+steps its slot's environment; the finished turn goes to the batcher at once, *before* the environment is asked for its
+next prompt, so that no turn is held up or lost by a reset that fails, blocks or finds no more data; then the slot
+submits its next request.
+
+The loop knows nothing of vLLM, Ray or sinks. All its state belongs to the thread that drives it by
+:meth:`Rollout.next_batch`; runners and environment threads only post events, and other threads only use
+:class:`~torchrl_llm.control.Control` and read the :class:`~torchrl_llm.ledger.Ledger`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_llm.batches import Batcher, Trajectory, Turn
+from torchrl_llm.bridge import show
+from torchrl_llm.budget import Budget
+from torchrl_llm.control import Control
+from torchrl_llm.env_threads import EnvEvent, EnvThreads
+from torchrl_llm.envs import Row, Slot
+from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, PromptTooLong
+from torchrl_llm.ledger import Ledger
+from torchrl_llm.policies.pool import PolicyPool
+from torchrl_llm.policies.runner import Response, Ticket
+from torchrl_llm.routing import Route
+
+logger = logging.getLogger("torchrl_llm")
+
+MAX_FAILURES_IN_ROW = 3
+MAX_PROMPTS_SKIPPED_IN_ROW = 100
+
+
+class Rollout:
+    """Collects turns from slots and policies into batches.
+
+    Args:
+        slots: the environments.
+        pool: the policies.
+        route: which policy gets a new trajectory.
+        batcher: what a batch is.
+        budget: how many turns in all.
+        ledger: the books.
+        restart: whether a failed environment or policy is rebuilt, instead of ending the collection.
+        env_threads: worker threads for environments.
+        events: the loop's queue; the pool posts its responses there.
+        control: stop and pause.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: list[Slot],
+        pool: PolicyPool,
+        route: Route,
+        batcher: Batcher,
+        budget: Budget,
+        ledger: Ledger,
+        restart: bool,
+        env_threads: int,
+        events: queue.SimpleQueue[Response | EnvEvent | None],
+        control: Control,
+    ) -> None:
+        self.slots = slots
+        self.pool = pool
+        self.threads = EnvThreads(env_threads, events.put)
+        self._route = route
+        self._batcher = batcher
+        self._budget = budget
+        self._ledger = ledger
+        self._restart = restart
+        self._events = events
+        self._control = control
+        self._work: deque[Callable[[], None]] = deque(self._advancing(slot) for slot in slots)
+        self._parked: list[Slot] = []
+        self._begun = 0
+        self._kept = 0
+        self._next_trajectory = 0
+        self._failure: CollectorError | None = None
+
+    def next_batch(self) -> list[Turn] | None:
+        """Runs until a batch is ready; ``None`` when there will be no more.
+
+        What was finished before an error, or before the data ran out, is given first, as a short batch.
+
+        Raises:
+            CollectorError: what stopped the collection.
+            Stopped: if another thread told the collection to stop.
+        """
+        while True:
+            self._control.checkpoint()
+            left = self._budget.left(self._ledger.turns_delivered)
+            if left == 0:
+                return None
+            batch = self._batcher.pop(left)
+            if batch is not None:
+                return batch
+            if self._failure is not None:
+                rest = self._batcher.flush()
+                if rest:
+                    return rest
+                raise self._failure
+            if self._work:
+                self._work.popleft()()
+            elif self._begun:
+                self._handle(self._events.get())
+            elif not self._unpark():
+                return self._batcher.flush() or None
+
+    def flush(self) -> list[Turn]:
+        """The finished turns that no batch was made of, when the collection stops; may be empty."""
+        return self._batcher.flush()
+
+    def close(self, deadline: float) -> list[str]:
+        """Ends runners and environment threads, and what was built here; returns the names of threads still busy."""
+        busy = self.pool.close(deadline) + self.threads.close(deadline)
+        if not busy:
+            # An environment that is still in a step on a thread must not be closed under it.
+            for slot in self.slots:
+                slot.close()
+        return busy
+
+    def _handle(self, event: Response | EnvEvent | None) -> None:
+        if isinstance(event, Response):
+            self._on_response(event)
+        elif event is not None:
+            event.done(event.value, event.error)
+
+    # Slots: reset -> submit -> step -> turns -> (reset | submit)
+
+    def _advancing(self, slot: Slot) -> Callable[[], None]:
+        return lambda: self._advance(slot)
+
+    def _advance(self, slot: Slot) -> None:
+        """Gives a slot its next task: prompts for its free rows, or requests for what it observes."""
+        if self._failure is not None:
+            return
+        free = sum(row.trajectory is None for row in slot.rows)
+        idle = free == len(slot.rows)
+        if idle and slot.exhausted:
+            return
+        if not self._budget.may_begin(self._kept, self._begun, new=idle):
+            self._parked.append(slot)
+        elif free and not slot.exhausted and self._budget.may_begin(self._kept, self._begun, new=True):
+            self._reserve(slot, len(slot.rows))
+            self.threads.submit(slot.reset, lambda value, error: self._on_reset(slot, value, error))
+        else:
+            self._submit(slot)
+
+    def _reserve(self, slot: Slot, turns: int) -> None:
+        """Notes how many turns of the slot have begun and are not finished."""
+        self._begun += turns - slot.begun
+        slot.begun = turns
+
+    def _unpark(self) -> bool:
+        """Looks at the parked slots again, when nothing is in flight: a failure may have freed their budget."""
+        parked, self._parked = self._parked, []
+        for slot in parked:
+            idle = all(row.trajectory is None for row in slot.rows)
+            if self._budget.may_begin(self._kept, 0, new=idle):
+                self._work.append(self._advancing(slot))
+            else:
+                self._parked.append(slot)
+        return bool(self._work)
+
+    def _on_reset(self, slot: Slot, observations: list[tuple[int, TensorDictBase]], error: Exception | None) -> None:
+        self._reserve(slot, 0)
+        if error is not None:
+            self._env_failed(slot, "reset", error)
+            return
+        free = sum(row.trajectory is None for row in slot.rows)
+        slot.exhausted = len(observations) < free
+        for index, observation in observations:
+            row = slot.rows[index]
+            row.observation = observation
+            try:
+                policy_id = slot.policy_id if slot.policy_id is not None else self._pick_policy(slot)
+            except CollectorError as failure:
+                self._fail(failure)
+                return
+            row.trajectory = self._launch(slot, policy_id)
+            problem = self._prepare(slot, row, previous=None)
+            if isinstance(problem, PromptTooLong):
+                self._skip_prompt(slot, row, problem)
+            elif problem is not None:
+                self._prompt_failed(slot, row, problem)
+        if any(row.trajectory is None for row in slot.rows):
+            self._work.append(self._advancing(slot))
+        else:
+            self._submit(slot)
+
+    def _pick_policy(self, slot: Slot) -> int:
+        loads = self.pool.loads
+        policy_id = self._route(slot.env_id, tuple(loads))
+        if not isinstance(policy_id, int) or not 0 <= policy_id < len(loads):
+            raise CollectorError(
+                f"route returned {policy_id!r}; an int from 0 to {len(loads) - 1} is needed", slot=slot.env_id
+            )
+        return policy_id
+
+    def _launch(self, slot: Slot, policy_id: int) -> Trajectory:
+        trajectory = Trajectory(self._next_trajectory, slot.env_id, policy_id)
+        self._next_trajectory += 1
+        self._ledger.launch(trajectory.id)
+        self.pool.loads[policy_id] += 1
+        return trajectory
+
+    def _prepare(self, slot: Slot, row: Row, previous: TensorDictBase | None) -> Exception | None:
+        """Makes the row's next request; returns why it cannot be made, if so."""
+        trajectory = row.trajectory
+        assert trajectory is not None and row.observation is not None
+        bridge = slot.bridges[trajectory.policy_id]
+        runner = self.pool.runners[trajectory.policy_id]
+        try:
+            row.request = runner.prepare(bridge.policy_input(row.observation), previous)
+        except Exception as error:
+            return error
+        slot.prompts_skipped_in_row = 0
+        return None
+
+    def _skip_prompt(self, slot: Slot, row: Row, overflow: PromptTooLong) -> None:
+        """Ends a trajectory whose very first prompt does not fit: there is no turn to mark as truncated."""
+        assert row.trajectory is not None
+        logger.warning("slot %d: skipped a prompt: %s", slot.env_id, overflow)
+        trajectory = row.trajectory
+        self._end(row, "prompt_too_long")
+        slot.prompts_skipped_in_row += 1
+        if slot.prompts_skipped_in_row >= MAX_PROMPTS_SKIPPED_IN_ROW:
+            self._fail(
+                PolicyError(
+                    f"{slot.prompts_skipped_in_row} prompts in a row are too long: {overflow}",
+                    slot=slot.env_id,
+                    trajectory=trajectory.id,
+                    turn=0,
+                )
+            )
+
+    def _submit(self, slot: Slot) -> None:
+        if self._failure is not None:
+            return
+        rows = [(index, row) for index, row in enumerate(slot.rows) if row.trajectory is not None]
+        self._reserve(slot, len(rows))
+        slot.awaited = len(rows)
+        for index, row in rows:
+            trajectory = row.trajectory
+            assert trajectory is not None
+            runner = self.pool.runners[trajectory.policy_id]
+            ticket = Ticket(slot.env_id, index, trajectory.policy_id, trajectory.id, trajectory.turns, runner)
+            request, row.request, row.response = row.request, None, None
+            row.version = self.pool.version
+            self._ledger.request(+1)
+            runner.submit(ticket, request)
+
+    def _on_response(self, response: Response) -> None:
+        ticket = response.ticket
+        slot = self.slots[ticket.env_id]
+        row = slot.rows[ticket.row]
+        self._ledger.request(-1)
+        slot.awaited -= 1
+        error = response.error
+        if error is None:
+            assert response.output is not None
+            missing = slot.bridges[ticket.policy_id].missing_outputs(response.output)
+            if missing:
+                written = [k if isinstance(k, tuple) else (k,) for k in response.output.keys(True)]
+                error = ValueError(f"the environment needs {show(missing)} of the policy, which wrote {show(written)}")
+        if error is not None:
+            self._policy_failed(slot, row, ticket, error)
+        else:
+            self.pool.failures_in_row[ticket.policy_id] = 0
+            row.response = response.output
+            row.version_end = self.pool.version
+            row.tokens = (response.prompt_tokens, response.response_tokens)
+        if slot.awaited == 0 and self._failure is None:
+            self._step(slot)
+
+    def _step(self, slot: Slot) -> None:
+        answered = [row for row in slot.rows if row.response is not None]
+        if not answered:
+            # Every row of the slot failed: begin again.
+            self._reserve(slot, 0)
+            self._work.append(self._advancing(slot))
+            return
+        policy_id = slot.policy_id
+        assert policy_id is not None
+        bridge = slot.bridges[policy_id]
+        self._reserve(slot, len(answered))
+        self.threads.submit(
+            lambda: slot.step(bridge), lambda value, error: self._on_step(slot, policy_id, value, error)
+        )
+
+    def _on_step(
+        self, slot: Slot, policy_id: int, stepped: list[TensorDictBase], error: Exception | None
+    ) -> None:
+        self._reserve(slot, 0)
+        if error is not None:
+            if isinstance(error, (PromptsExhausted, StopIteration)):
+                error = RuntimeError(f"step raised {error!r}; only reset may say that the data have run out")
+            self._env_failed(slot, "step", error)
+            return
+        slot.failures_in_row = 0
+        bridge = slot.bridges[policy_id]
+        for row, after in zip(slot.rows, stepped, strict=True):
+            if row.response is not None:
+                self._finish_turn(slot, row, bridge.turn(after, row.response))
+        self._work.append(self._advancing(slot))
+
+    def _finish_turn(self, slot: Slot, row: Row, data: TensorDictBase) -> None:
+        trajectory, response = row.trajectory, row.response
+        assert trajectory is not None and response is not None
+        step = trajectory.turns
+        trajectory.turns += 1
+        done = bool(data.get(("next", "done")).any())
+        row.response = None
+        problem = None
+        if not done:
+            row.observation = slot.next_observation(row, data)
+            problem = self._prepare(slot, row, previous=response)
+            if isinstance(problem, PromptTooLong):
+                _truncate(data)
+                done = True
+        self._kept += 1
+        self._ledger.finish_turn(*row.tokens)
+        self._batcher.add(Turn(trajectory, step, data, done, row.version, row.version_end))
+        if done:
+            self.pool.loads[trajectory.policy_id] -= 1
+            row.clear()
+        elif problem is not None:
+            self._prompt_failed(slot, row, problem)
+
+    # Failures
+
+    def _end(self, row: Row, reason: str) -> None:
+        """Ends a row's trajectory without delivering it."""
+        trajectory = row.trajectory
+        assert trajectory is not None
+        lost = self._batcher.drop(trajectory)
+        self._kept -= lost
+        self._ledger.record(trajectory.id, reason, turns_dropped=lost)
+        self.pool.loads[trajectory.policy_id] -= 1
+        row.clear()
+
+    def _prompt_failed(self, slot: Slot, row: Row, cause: Exception) -> None:
+        """Ends a trajectory whose prompt the policy cannot take; ends the collection unless it restarts."""
+        trajectory = row.trajectory
+        assert trajectory is not None
+        self._ledger.error("policy")
+        failure = PolicyError(
+            f"policy {trajectory.policy_id} cannot take the prompt: {type(cause).__name__}: {cause}",
+            slot=slot.env_id,
+            trajectory=trajectory.id,
+            turn=trajectory.turns,
+        )
+        failure.__cause__ = cause
+        self._end(row, "failed")
+        slot.failures_in_row += 1
+        if self._restart and slot.failures_in_row < MAX_FAILURES_IN_ROW:
+            logger.warning("dropped a trajectory: %s", failure)
+        else:
+            self._fail(failure)
+
+    def _policy_failed(self, slot: Slot, row: Row, ticket: Ticket, error: Exception) -> None:
+        pool, policy_id = self.pool, ticket.policy_id
+        self._ledger.error("policy")
+        failure = PolicyError(
+            f"policy {policy_id} failed: {type(error).__name__}: {error}",
+            slot=ticket.env_id,
+            trajectory=ticket.trajectory,
+            turn=ticket.turn,
+        )
+        failure.__cause__ = error
+        self._end(row, "failed")
+        if not self._restart:
+            self._fail(failure)
+            return
+        logger.warning("dropped a trajectory: %s", failure)
+        if ticket.runner is not pool.runners[policy_id]:
+            return  # One of the requests that were lost with a policy that has been replaced since.
+        pool.failures_in_row[policy_id] += 1
+        if pool.failures_in_row[policy_id] >= MAX_FAILURES_IN_ROW:
+            self._fail(failure)
+        elif pool.runners[policy_id].broken:
+            try:
+                pool.rebuild(policy_id)
+            except Exception as again:
+                self._fail(PolicyError(f"policy {policy_id} cannot be rebuilt: {again}"), again)
+                return
+            self._ledger.restart("policy")
+
+    def _env_failed(self, slot: Slot, call: str, error: Exception) -> None:
+        self._ledger.error("env")
+        running = [row for row in slot.rows if row.trajectory is not None]
+        first = running[0].trajectory if running else None
+        failure = EnvError(
+            f"env.{call} failed: {type(error).__name__}: {error}",
+            slot=slot.env_id,
+            trajectory=None if first is None else first.id,
+            turn=None if first is None else first.turns,
+        )
+        failure.__cause__ = error
+        for row in running:
+            self._end(row, "failed")
+        if not self._restart:
+            self._fail(failure)
+            return
+        slot.failures_in_row += 1
+        logger.warning("rebuilding an environment: %s", failure)
+        if slot.failures_in_row >= MAX_FAILURES_IN_ROW:
+            self._fail(failure)
+            return
+        try:
+            slot.rebuild()
+        except Exception as again:
+            self._fail(EnvError(f"the env cannot be rebuilt: {again}", slot=slot.env_id), again)
+            return
+        self._ledger.restart("env")
+        self._work.append(self._advancing(slot))
+
+    def _fail(self, failure: CollectorError, cause: Exception | None = None) -> None:
+        """Ends the collection; the first failure is the one that the reader gets."""
+        if cause is not None:
+            failure.__cause__ = cause
+        if self._failure is None:
+            self._failure = failure
+            self._work.clear()
+
+
+def _truncate(turn: TensorDictBase) -> None:
+    """Marks a turn as the last of a trajectory whose next prompt does not fit into the context."""
+    following: Any = turn.get("next")
+    for key in ("done", "truncated"):
+        old = following.get(key, None)
+        shape = following.get("done").shape if old is None else old.shape
+        following.set(key, torch.ones(shape, dtype=torch.bool))

@@ -1,0 +1,68 @@
+"""Which policy gets a new trajectory. Pure; called by the thread that drives the rollout.
+
+Invariant: a trajectory stays with the policy that it began with; only new trajectories are routed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Route = Callable[[int, Sequence[int]], int]
+ROUTES = ("least_loaded", "sticky", "paired")
+
+
+def least_loaded(env_id: int, loads: Sequence[int]) -> int:
+    """The policy with the fewest trajectories; the first of those with equally few.
+
+    Examples:
+        >>> least_loaded(0, [2, 1, 1])
+        1
+    """
+    return min(range(len(loads)), key=loads.__getitem__)
+
+
+def sticky(env_id: int, loads: Sequence[int]) -> int:
+    """Each environment always has the same policy; the environments are dealt out in turn.
+
+    Examples:
+        >>> [sticky(env_id, [0, 0]) for env_id in range(4)]
+        [0, 1, 0, 1]
+    """
+    return env_id % len(loads)
+
+
+def paired(env_id: int, loads: Sequence[int]) -> int:
+    """Environment i has policy i.
+
+    Examples:
+        >>> paired(1, [5, 0])
+        1
+    """
+    return env_id
+
+
+def make_route(route: str | Route, num_envs: int, num_policies: int) -> Route:
+    """The routing function for the collector's ``route`` argument.
+
+    Args:
+        route: a name, or a callable ``(env_id, loads) -> policy_id``, with ``loads`` the number of trajectories that
+            each policy has now.
+        num_envs: how many environments there are.
+        num_policies: how many policies there are.
+
+    Raises:
+        ValueError: for an unknown name, or for ``"paired"`` with lists of different lengths.
+        TypeError: for anything else.
+    """
+    if callable(route):
+        return route
+    if not isinstance(route, str):
+        raise TypeError(f"route={route!r} is not allowed: pass one of {ROUTES} or a callable (env_id, loads) -> policy_id")
+    if route not in ROUTES:
+        raise ValueError(f"route={route!r} is not allowed: pass one of {ROUTES} or a callable (env_id, loads) -> policy_id")
+    if route == "paired" and num_envs != num_policies:
+        raise ValueError(
+            f"route='paired' needs as many policies as environments, got {num_policies} and {num_envs}: pass lists of "
+            "the same length, or route='sticky'"
+        )
+    return {"least_loaded": least_loaded, "sticky": sticky, "paired": paired}[route]

@@ -1,0 +1,144 @@
+"""Where a collection writes its batches: a replay buffer, or a queue with back-pressure.
+
+Used by the thread that drives the rollout. A full queue blocks it, until there is room or it is told to stop; nothing
+is ever dropped to make room. A queue gets one ``None`` at the end, however the end came.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+
+from torchrl_llm.control import Control
+from torchrl_llm.errors import CollectorError
+
+logger = logging.getLogger("torchrl_llm")
+
+# How often a blocked put looks whether it was told to pause or stop.
+PUT_POLL_SECONDS = 0.1
+
+
+class Sink(Protocol):
+    """Takes batches until the end."""
+
+    def write(self, batch: TensorDictBase, control: Control) -> None:
+        """Hands a batch over.
+
+        Raises:
+            Stopped: if the collection was told to stop before there was room.
+            CollectorError: if the target does not take the batch.
+        """
+
+    def write_last(self, batch: TensorDictBase, deadline: float) -> bool:
+        """Hands over a batch of a collection that stops; ``False`` if there was no room until ``deadline``."""
+
+    def end(self, control: Control, deadline: float | None) -> None:
+        """Says that no batch will follow; waits for room until ``deadline``, or until a stop if it is ``None``."""
+
+
+class BufferSink:
+    """Extends a TorchRL replay buffer.
+
+    Args:
+        buffer: anything with ``extend(batch)``.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    def write(self, batch: TensorDictBase, control: Control) -> None:
+        """See :meth:`Sink.write`."""
+        try:
+            self._buffer.extend(batch)
+        except Exception as error:
+            raise CollectorError(
+                f"the replay buffer does not take the batch: {type(error).__name__}: {error}. Turns have text and "
+                "tensors of unequal length: use a ReplayBuffer with storage=LazyStackStorage(size)"
+            ) from error
+
+    def write_last(self, batch: TensorDictBase, deadline: float) -> bool:
+        """See :meth:`Sink.write_last`."""
+        self._buffer.extend(batch)
+        return True
+
+    def end(self, control: Control, deadline: float | None) -> None:
+        """A buffer needs no end."""
+
+
+class QueueSink:
+    """Puts batches into a queue.
+
+    Args:
+        target: anything with ``put(item, timeout=)`` that raises ``queue.Full``.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._queue = target
+
+    def write(self, batch: TensorDictBase, control: Control) -> None:
+        """See :meth:`Sink.write`."""
+        while True:
+            control.checkpoint()
+            try:
+                self._queue.put(batch, timeout=PUT_POLL_SECONDS)
+                return
+            except queue.Full:
+                continue
+            except Exception as error:
+                raise CollectorError(f"the queue does not take the batch: {type(error).__name__}: {error}") from error
+
+    def write_last(self, batch: TensorDictBase, deadline: float) -> bool:
+        """See :meth:`Sink.write_last`."""
+        return self._put_until(batch, deadline)
+
+    def end(self, control: Control, deadline: float | None) -> None:
+        """See :meth:`Sink.end`. A ``queue.Queue`` takes the ``None`` even when it is full, so nobody waits for it."""
+        if type(self._queue) is queue.Queue:
+            _put_beyond_capacity(self._queue, None)
+            return
+        while deadline is None and not control.stopping:
+            if self._put_until(None, time.monotonic() + PUT_POLL_SECONDS):
+                return
+        if not self._put_until(None, time.monotonic() if deadline is None else deadline):
+            logger.warning("the queue is full and nobody reads it: the None that marks the end could not be put")
+
+    def _put_until(self, item: Any, deadline: float) -> bool:
+        try:
+            self._queue.put(item, timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            return False
+        return True
+
+
+def _put_beyond_capacity(target: queue.Queue[Any], item: Any) -> None:
+    """``queue.Queue.put`` without its wait for room."""
+    with target.mutex:
+        target._put(item)
+        target.unfinished_tasks += 1
+        target.not_empty.notify()
+
+
+def make_sink(replay_buffer: Any, target_queue: Any) -> Sink | None:
+    """The sink for the collector's ``replay_buffer`` and ``queue`` arguments.
+
+    Raises:
+        ValueError: if both are given.
+        TypeError: if one cannot be written to.
+    """
+    if replay_buffer is not None and target_queue is not None:
+        raise ValueError("replay_buffer and queue were both passed; a collector writes to one of them")
+    if replay_buffer is not None:
+        if not callable(getattr(replay_buffer, "extend", None)):
+            hint = "; pass it as queue=" if hasattr(replay_buffer, "put") else ""
+            raise TypeError(f"replay_buffer={replay_buffer!r} has no extend() method{hint}")
+        return BufferSink(replay_buffer)
+    if target_queue is not None:
+        if not callable(getattr(target_queue, "put", None)):
+            hint = "; pass it as replay_buffer=" if hasattr(target_queue, "extend") else ""
+            raise TypeError(f"queue={target_queue!r} has no put(item, timeout=) method{hint}")
+        return QueueSink(target_queue)
+    return None
