@@ -123,9 +123,7 @@ def env_sources(env: Any, num_envs: int | None) -> list[Source]:
         if not env:
             raise ValueError(f"env={env!r} is not allowed: pass a constructor, an environment, or a list of them")
         if num_envs is not None and num_envs != len(env):
-            raise ValueError(
-                f"num_envs={num_envs} is not allowed with a list of {len(env)} environments: leave it out"
-            )
+            raise ValueError(f"num_envs={num_envs} is not allowed with a list of {len(env)} environments: leave it out")
         sources = [_env_source(item, f"env[{index}]") for index, item in enumerate(env)]
     else:
         source = _env_source(env, "env")

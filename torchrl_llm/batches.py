@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict.tensorclass import NonTensorData
 
 
 @dataclass
@@ -37,9 +38,10 @@ class Turn:
     done: bool
     policy_version: int = 0
     policy_version_end: int = 0
+    finish_reason: str | None = None
 
     def stamped(self) -> TensorDictBase:
-        """The turn's data with its ``"collector"`` entries, each an int64 scalar."""
+        """The turn's data with its ``"collector"`` entries: int64 scalars, and the finish reason if it is known."""
         trajectory = self.trajectory
         ids = {
             "traj_ids": trajectory.id,
@@ -50,7 +52,10 @@ class Turn:
             "policy_version": self.policy_version,
             "policy_version_end": self.policy_version_end,
         }
-        self.data.set("collector", TensorDict({k: torch.tensor(v) for k, v in ids.items()}, batch_size=()))
+        entries = TensorDict({key: torch.tensor(value) for key, value in ids.items()}, batch_size=())
+        if self.finish_reason is not None:
+            entries.set("finish_reason", NonTensorData(self.finish_reason, batch_size=()))
+        self.data.set("collector", entries)
         return self.data
 
 

@@ -5,7 +5,8 @@ TorchRL's language-model wrappers read ``("text", "prompt")`` and write ``("text
 environment and policy, from the environment's specs and the policy's keys, and then only copies references.
 
 Where the two sides use one name for different things (``LLMEnv``'s ``"text"`` is a string, a wrapper's is a ``Text``),
-the policy's value stands in the turn, since it holds the environment's as its ``prompt``; ``"next"`` is the environment's.
+the policy's value stands in the turn, since it holds the environment's as its ``prompt``; ``"next"`` is the
+environment's own.
 
 Owns nothing; used by the thread that drives the rollout.
 """
@@ -130,9 +131,7 @@ def make_bridge(env: EnvBase, policy: Any) -> KeyBridge:
     observed = spec_leaves(env.observation_spec) | spec_leaves(env.state_spec)
     needed = spec_leaves(env.full_action_spec)
     in_keys = [as_key(k) for k in getattr(policy, "in_keys", None) or ()]
-    inputs = tuple(
-        (key, _source_of(key, observed, env, policy)) for key in in_keys if not _offers(observed, key)
-    )
+    inputs = tuple((key, _source_of(key, observed, env, policy)) for key in in_keys if not _offers(observed, key))
     if not isinstance(policy, LLMWrapperBase):
         return KeyBridge(inputs=inputs, required=tuple(_parent_keys(needed)))
     roots = {name: as_key(getattr(policy, f"{name}_key")) for name in ("text", "tokens", "history")}
@@ -176,7 +175,8 @@ def _source_of(key: Key, observed: dict[Key, TensorSpec], env: EnvBase, policy: 
         leaves = [
             leaf
             for leaf, spec in observed.items()
-            if isinstance(spec, wanted) and (mode == "text" or not (isinstance(spec, NonTensor) or spec.dtype.is_floating_point))
+            if isinstance(spec, wanted)
+            and (mode == "text" or not (isinstance(spec, NonTensor) or spec.dtype.is_floating_point))
         ]
         named = [leaf for leaf in leaves if leaf == key[:1]]
         if named or len(leaves) == 1:
@@ -187,7 +187,7 @@ def _source_of(key: Key, observed: dict[Key, TensorSpec], env: EnvBase, policy: 
     elif mode is not None:
         hint = " Choose the policy's input_mode or input_key, or the environment's, so that they meet."
     raise ValueError(
-        f"the environment {type(env).__name__} offers nothing that the policy {type(policy).__name__} reads: the policy "
+        f"the environment {type(env).__name__} offers nothing that the policy {type(policy).__name__} reads: it "
         f"reads {show([key])}, the environment has {show(sorted(observed))}.{hint}"
     )
 

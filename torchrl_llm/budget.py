@@ -1,7 +1,7 @@
 """How many more turns may begin: the pure arithmetic of ``total_steps``.
 
-Invariant: with whole turns as the unit, finished plus begun turns never pass ``total_steps``, so that no engine works on
-what nobody will read. With whole trajectories as the unit a trajectory is never cut, and the last one may pass it.
+Invariant: with whole turns as the unit, finished plus begun turns never pass ``total_steps``, so that no engine works
+on what nobody will read. With whole trajectories as the unit a trajectory is never cut, and the last one may pass it.
 """
 
 from __future__ import annotations

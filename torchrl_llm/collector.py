@@ -12,7 +12,7 @@ import contextlib
 import queue as queue_module
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
@@ -29,7 +29,7 @@ from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.sinks import Sink, make_sink
 
-EnvLike = EnvBase | Callable[[], EnvBase]
+EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
 
 # How long the interpreter, at its exit, waits for a collector that still runs.
 EXIT_SECONDS = 5.0
@@ -137,9 +137,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             if value is not None:
                 raise NotImplementedError(f"{name}={value!r} comes with a later release; leave it out")
         batcher = arguments.make_batcher(steps_per_batch, trajectories_per_batch)
-        arguments.check_int(
-            "total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1
-        )
+        arguments.check_int("total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1)
         arguments.check_int("env_threads", env_threads, "an int of at least 0", minimum=0)
         if postproc is not None and not callable(postproc):
             raise TypeError(f"postproc={postproc!r} is not allowed: pass a callable batch -> batch, or None")
@@ -147,7 +145,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         policies = arguments.policy_sources(policy)
         restart = arguments.check_restartable(on_error, envs)
         router = make_route(route, len(envs), len(policies))
-        self._sink = make_sink(replay_buffer, queue)
+        self._sink: Sink | None = make_sink(replay_buffer, queue)
         super().__init__()
 
         self.total_steps = total_steps
@@ -225,7 +223,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             sink = make_sink(target if is_buffer else None, None if is_buffer else target)
         if sink is None:
             raise TypeError("start() needs a target: pass a replay buffer or a queue, here or to the constructor")
-        self._sink: Sink | None = sink
+        self._sink = sink
         self._collection.start(sink)
 
     def is_running(self) -> bool:
@@ -258,9 +256,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
 
     # Ending
 
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Ends the collection, from any thread. Idempotent; never hangs on a full queue or a long generation.
 
         What is in flight is aborted and recorded. Finished turns are still written to the buffer or queue that the

@@ -39,10 +39,12 @@ class Row:
     version: int = 0
     version_end: int = 0
     tokens: tuple[int, int] = (0, 0)
+    carry: Any = None
+    finish_reason: str | None = None
 
     def clear(self) -> None:
         """Makes the row free for a new trajectory."""
-        self.trajectory = self.observation = self.response = self.request = None
+        self.trajectory = self.observation = self.response = self.request = self.carry = None
 
 
 class Slot:
@@ -148,7 +150,7 @@ class Slot:
         return _unstack(stepped, self.env)
 
     def next_observation(self, row: Row, stepped: TensorDictBase) -> TensorDictBase:
-        """What the row observes after ``stepped``: ``"next"`` without rewards, and the entries that only reset makes."""
+        """What the row observes after ``stepped``: ``"next"`` without rewards, and what only reset makes."""
         rewards = set(self.env.reward_keys)
         following = stepped.get("next")
         assert row.observation is not None
@@ -168,9 +170,7 @@ def check_env(env: Any, env_id: int) -> int:
     if not isinstance(env, EnvBase):
         raise EnvError(f"the env constructor returned {type(env).__name__}, an EnvBase is needed", slot=env_id)
     if len(env.batch_size) > 1:
-        raise EnvError(
-            f"the env has batch_size={tuple(env.batch_size)}; allowed are (), (1,) and (B,)", slot=env_id
-        )
+        raise EnvError(f"the env has batch_size={tuple(env.batch_size)}; allowed are (), (1,) and (B,)", slot=env_id)
     if env.batch_size and env.batch_size[0] < 1:
         raise EnvError(f"the env has batch_size={tuple(env.batch_size)}; it must have a row", slot=env_id)
     return env.batch_size.numel()

@@ -2,8 +2,8 @@
 
 The law of conservation, which holds at any moment and is checked by the tests after every scenario::
 
-    launched      == delivered + recorded + in_flight        (trajectories)
-    turns_finished == turns + turns_dropped + turns_pending   (turns)
+    launched == delivered + recorded + in_flight(trajectories)
+    turns_finished == turns + turns_dropped + turns_pending(turns)
 
 Owns the counters. Any thread may read them by :meth:`Ledger.snapshot`; they are written by the thread that drives
 the rollout (see :mod:`torchrl_llm.lifecycle`). One lock makes each transition atomic for readers.
@@ -21,7 +21,8 @@ class Ledger:
 
     Examples:
         >>> ledger = Ledger()
-        >>> ledger.launch(0); ledger.launch(1)
+        >>> ledger.launch(0)
+        ... ledger.launch(1)
         >>> ledger.finish_turn(prompt_tokens=3, response_tokens=5)
         >>> ledger.deliver(turns=1, ended=[0])
         >>> ledger.record(1, "failed")

@@ -164,9 +164,7 @@ class Collection:
             self._check_readable()
             if self._finished:
                 raise CollectorError("the collector has delivered all its steps: build a new one to go on")
-            self._thread = threading.Thread(
-                target=self._run, args=(sink,), name="torchrl_llm-collector", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, args=(sink,), name="torchrl_llm-collector", daemon=True)
             self._thread.start()
             self._driver = self._thread.ident
 

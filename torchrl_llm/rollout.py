@@ -187,7 +187,7 @@ class Rollout:
                 self._fail(failure)
                 return
             row.trajectory = self._launch(slot, policy_id)
-            problem = self._prepare(slot, row, previous=None)
+            problem = self._prepare(slot, row, carry=None)
             if isinstance(problem, PromptTooLong):
                 self._skip_prompt(slot, row, problem)
             elif problem is not None:
@@ -213,14 +213,14 @@ class Rollout:
         self.pool.loads[policy_id] += 1
         return trajectory
 
-    def _prepare(self, slot: Slot, row: Row, previous: TensorDictBase | None) -> Exception | None:
+    def _prepare(self, slot: Slot, row: Row, carry: Any) -> Exception | None:
         """Makes the row's next request; returns why it cannot be made, if so."""
         trajectory = row.trajectory
         assert trajectory is not None and row.observation is not None
         bridge = slot.bridges[trajectory.policy_id]
         runner = self.pool.runners[trajectory.policy_id]
         try:
-            row.request = runner.prepare(bridge.policy_input(row.observation), previous)
+            row.request = runner.prepare(bridge.policy_input(row.observation), carry)
         except Exception as error:
             return error
         slot.prompts_skipped_in_row = 0
@@ -279,6 +279,7 @@ class Rollout:
             row.response = response.output
             row.version_end = self.pool.version
             row.tokens = (response.prompt_tokens, response.response_tokens)
+            row.carry, row.finish_reason = response.carry, response.finish_reason
         if slot.awaited == 0 and self._failure is None:
             self._step(slot)
 
@@ -297,9 +298,7 @@ class Rollout:
             lambda: slot.step(bridge), lambda value, error: self._on_step(slot, policy_id, value, error)
         )
 
-    def _on_step(
-        self, slot: Slot, policy_id: int, stepped: list[TensorDictBase], error: Exception | None
-    ) -> None:
+    def _on_step(self, slot: Slot, policy_id: int, stepped: list[TensorDictBase], error: Exception | None) -> None:
         self._reserve(slot, 0)
         if error is not None:
             if isinstance(error, (PromptsExhausted, StopIteration)):
@@ -323,13 +322,13 @@ class Rollout:
         problem = None
         if not done:
             row.observation = slot.next_observation(row, data)
-            problem = self._prepare(slot, row, previous=response)
+            problem = self._prepare(slot, row, carry=row.carry)
             if isinstance(problem, PromptTooLong):
                 _truncate(data)
                 done = True
         self._kept += 1
         self._ledger.finish_turn(*row.tokens)
-        self._batcher.add(Turn(trajectory, step, data, done, row.version, row.version_end))
+        self._batcher.add(Turn(trajectory, step, data, done, row.version, row.version_end, row.finish_reason))
         if done:
             self.pool.loads[trajectory.policy_id] -= 1
             row.clear()

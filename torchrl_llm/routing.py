@@ -57,9 +57,13 @@ def make_route(route: str | Route, num_envs: int, num_policies: int) -> Route:
     if callable(route):
         return route
     if not isinstance(route, str):
-        raise TypeError(f"route={route!r} is not allowed: pass one of {ROUTES} or a callable (env_id, loads) -> policy_id")
+        raise TypeError(
+            f"route={route!r} is not allowed: pass one of {ROUTES} or a callable (env_id, loads) -> policy_id"
+        )
     if route not in ROUTES:
-        raise ValueError(f"route={route!r} is not allowed: pass one of {ROUTES} or a callable (env_id, loads) -> policy_id")
+        raise ValueError(
+            f"route={route!r} is not allowed: pass one of {ROUTES} or a callable (env_id, loads) -> policy_id"
+        )
     if route == "paired" and num_envs != num_policies:
         raise ValueError(
             f"route='paired' needs as many policies as environments, got {num_policies} and {num_envs}: pass lists of "

@@ -4,7 +4,8 @@ The runner's thread takes every request that is waiting, calls the policy once o
 rows, and splits the result. The policy is called by that thread only, without gradients and, as in TorchRL's
 collectors, with exploration.
 
-Invariant: each submitted ticket is answered once, unless the runner is closed first; after a failure, with that failure.
+Invariant: each submitted ticket is answered once, unless the runner is closed first; after a failure,
+with that failure.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class BatchedRunner:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def prepare(self, observation: TensorDictBase, previous: TensorDictBase | None) -> TensorDictBase:
+    def prepare(self, observation: TensorDictBase, carry: Any) -> TensorDictBase:
         """The row itself; see :meth:`Runner.prepare`."""
         return observation
 
@@ -92,9 +93,7 @@ class BatchedRunner:
             return
         for ticket, output in zip(tickets, outputs, strict=True):
             prompt_tokens, response_tokens = self._token_counts(output)
-            self._post(
-                Response(ticket, output, prompt_tokens=prompt_tokens, response_tokens=response_tokens)
-            )
+            self._post(Response(ticket, output, prompt_tokens=prompt_tokens, response_tokens=response_tokens))
 
     def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
         stack = LazyStackedTensorDict(*[row.copy() for row in rows], stack_dim=0)

@@ -62,9 +62,7 @@ class PolicyPool:
         post: where responses go.
     """
 
-    def __init__(
-        self, policies: list[Any], constructors: list[Callable[[], Any] | None], post: Post
-    ) -> None:
+    def __init__(self, policies: list[Any], constructors: list[Callable[[], Any] | None], post: Post) -> None:
         self._constructors = constructors
         self._post = post
         self.version = 0

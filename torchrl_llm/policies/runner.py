@@ -28,13 +28,25 @@ class Ticket:
 
 @dataclass
 class Response:
-    """The answer to a ticket: what the policy wrote for the row, or why it could not."""
+    """The answer to a ticket: what the policy wrote for the row, or why it could not.
+
+    Args:
+        ticket: what is answered.
+        output: what the policy wrote, of batch size ``()``.
+        error: why it could not.
+        carry: what the runner wants to be given when it prepares the trajectory's next turn.
+        prompt_tokens: tokens of the prompt; 0 if the policy does not tell.
+        response_tokens: tokens of the response; 0 if the policy does not tell.
+        finish_reason: why the response ended (``"stop"``, ``"length"``); ``None`` if the policy does not tell.
+    """
 
     ticket: Ticket
     output: TensorDictBase | None = None
     error: Exception | None = None
+    carry: Any = None
     prompt_tokens: int = 0
     response_tokens: int = 0
+    finish_reason: str | None = None
 
 
 Post = Callable[[Response], None]
@@ -46,12 +58,12 @@ class Runner(Protocol):
     policy: Any
     broken: bool
 
-    def prepare(self, observation: TensorDictBase, previous: TensorDictBase | None) -> Any:
+    def prepare(self, observation: TensorDictBase, carry: Any) -> Any:
         """Turns an observation (batch size ``()``) into a request, in the rollout's thread.
 
         Args:
             observation: what the row observes, under the policy's own keys.
-            previous: what the policy wrote at the turn before in the same trajectory; ``None`` at the first.
+            carry: the ``carry`` of the last response in the same trajectory; ``None`` at its first turn.
 
         Raises:
             PromptTooLong: if the policy's context has no room for a response.

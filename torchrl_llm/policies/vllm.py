@@ -16,7 +16,6 @@ import gc
 import threading
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.tensorclass import is_non_tensor
 from torchrl.data.llm import History
@@ -24,8 +23,17 @@ from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
 from torchrl_llm.errors import PromptTooLong
 from torchrl_llm.policies.engine import acquire
+from torchrl_llm.policies.outputs import build_row
+from torchrl_llm.policies.prompts import (
+    Carry,
+    Prompt,
+    history_prompt,
+    known_tokens_prompt,
+    text_prompt,
+    tokens_prompt,
+)
 from torchrl_llm.policies.runner import Post, Response, Ticket
-from torchrl_llm.policies.vllm_outputs import VLLMRequest, build_output
+from torchrl_llm.policies.vllm_outputs import completion_of
 
 
 class ContinuousRunner:
@@ -43,32 +51,41 @@ class ContinuousRunner:
         self._tokenizer = copy.deepcopy(policy.tokenizer)
         self._text_tokenizer = copy.deepcopy(policy.model.get_tokenizer())
         self._longest_prompt = policy.model.llm_engine.model_config.max_model_len - 1
+        template = {"chat_template": policy.chat_template, "chat_template_name": policy.chat_template_name}
+        self._template = {name: value for name, value in template.items() if value is not None}
         self._params = _engine_params(policy.sampling_params)
         self._in_flight: set[str] = set()
         self._lock = threading.Lock()
         self._engine = acquire(policy.model)
 
-    def prepare(self, observation: TensorDictBase, previous: TensorDictBase | None) -> VLLMRequest:
+    def prepare(self, observation: TensorDictBase, carry: Carry | None) -> Prompt:
         """See :meth:`Runner.prepare`."""
-        value = observation.get(self.policy.input_key, None)
+        prompt = self._prompt(observation, carry)
+        if len(prompt.token_ids) > self._longest_prompt:
+            raise PromptTooLong(len(prompt.token_ids), self._longest_prompt)
+        return prompt
+
+    def _prompt(self, observation: TensorDictBase, carry: Carry | None) -> Prompt:
+        policy = self.policy
+        value = observation.get(policy.input_key, None)
         if value is None:
-            raise ValueError(
-                f"the policy reads {self.policy.input_key!r}; the observation has {sorted(map(str, observation.keys()))}"
-            )
+            raise ValueError(f"the policy reads {policy.input_key!r}; the observation has {list(observation.keys())}")
         if is_non_tensor(value):
             value = value.tolist()
-        if self.policy.input_mode == "history":
-            request = self._from_history(value, observation)
-        elif self.policy.input_mode == "text":
-            ids = self._text_tokenizer(value)["input_ids"]
-            request = VLLMRequest(ids, torch.tensor(ids, dtype=torch.long), text=value)
-        else:
-            request = self._from_tokens(value)
-        if len(request.token_ids) > self._longest_prompt:
-            raise PromptTooLong(len(request.token_ids), self._longest_prompt)
-        return request
+        if policy.input_mode == "text":
+            return text_prompt(value, carry, self._text_tokenizer)
+        if policy.input_mode == "tokens":
+            return tokens_prompt(value, carry, policy.padding_value, keep_padding=policy.pad_output)
+        if not isinstance(value, History):
+            raise TypeError(f"a History is needed under {policy.input_key!r}, got {type(value).__name__}")
+        if policy.prefer_tokens:
+            for part in ("prompt", "full"):
+                known = observation.get((policy.tokens_key, part), None)
+                if known is not None:
+                    return known_tokens_prompt(known, value, self._tokenizer)
+        return history_prompt(value, carry, self._tokenizer, self._template)
 
-    def submit(self, ticket: Ticket, request: VLLMRequest) -> None:
+    def submit(self, ticket: Ticket, request: Prompt) -> None:
         """See :meth:`Runner.submit`."""
         request_id = self._engine.new_id()
         with self._lock:
@@ -88,14 +105,12 @@ class ContinuousRunner:
                 self._in_flight.clear()
         # A dead engine's thread has answers on its way, which a rollout that goes on without it still needs.
         busy = self._engine.release(deadline)
-        self.policy = None  # type: ignore[assignment]
+        self.policy = None
         # vLLM ends its processes when its objects are collected, and they hold each other in cycles.
         gc.collect()
         return busy
 
-    def _answer(
-        self, ticket: Ticket, request: VLLMRequest, request_id: str, output: Any, error: Exception | None
-    ) -> None:
+    def _answer(self, ticket: Ticket, request: Prompt, request_id: str, output: Any, error: Exception | None) -> None:
         with self._lock:
             if request_id not in self._in_flight:
                 return
@@ -106,38 +121,21 @@ class ContinuousRunner:
             self._post(Response(ticket, error=error))
             return
         try:
-            row = build_output(policy, request, output, self._tokenizer)
+            completion = completion_of(output)
+            row, carry = build_row(policy, request, completion, self._tokenizer)
         except Exception as failure:
             self._post(Response(ticket, error=failure))
             return
-        response_tokens = len(output.outputs[0].token_ids)
         self._post(
-            Response(ticket, row, prompt_tokens=len(request.token_ids), response_tokens=response_tokens)
+            Response(
+                ticket,
+                row,
+                carry=carry,
+                prompt_tokens=len(request.token_ids),
+                response_tokens=len(completion.token_ids),
+                finish_reason=completion.finish_reason,
+            )
         )
-
-    def _from_history(self, history: Any, observation: TensorDictBase) -> VLLMRequest:
-        if not isinstance(history, History):
-            raise TypeError(f"a History is needed under {self.policy.input_key!r}, got {type(history).__name__}")
-        known = None
-        if self.policy.prefer_tokens:
-            for part in ("prompt", "full"):
-                known = observation.get((self.policy.tokens_key, part), None) if known is None else known
-        if known is not None:
-            ids = known.tolist()
-            text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            return VLLMRequest(ids, known, text, history)
-        options = {"chat_template": self.policy.chat_template, "chat_template_name": self.policy.chat_template_name}
-        text = history.apply_chat_template(
-            tokenizer=self._tokenizer,
-            add_generation_prompt=True,
-            **{key: value for key, value in options.items() if value is not None},
-        )
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return VLLMRequest(ids, torch.tensor(ids, dtype=torch.long), text, history)
-
-    def _from_tokens(self, tokens: torch.Tensor) -> VLLMRequest:
-        kept = tokens[tokens != self.policy.padding_value]
-        return VLLMRequest(kept.tolist(), tokens if self.policy.pad_output else kept)
 
 
 def _engine_params(params: Any) -> Any:
