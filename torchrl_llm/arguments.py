@@ -13,6 +13,7 @@ from torch import nn
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from torchrl_llm.batches import Batcher, StepBatcher, TrajectoryBatcher
+from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 
 # Arguments of TorchRL's collectors that make no sense here, and what to do instead.
 REPLACED = {
@@ -146,6 +147,16 @@ def _env_source(env: Any, name: str) -> Source:
     if callable(env):
         return env, None
     raise TypeError(f"{name}={env!r} is not allowed: pass a constructor () -> EnvBase, an EnvBase, or a list of them")
+
+
+def policy_options(policy: Any) -> tuple[Any, list[RunnerOptions]]:
+    """Separates policies from their runner options: the ``policy`` argument without them, and one per policy."""
+    if isinstance(policy, (list, tuple)):
+        options = [item if isinstance(item, RunnerOptions) else DEFAULT_OPTIONS for item in policy]
+        return [item.policy if isinstance(item, RunnerOptions) else item for item in policy], options
+    if isinstance(policy, RunnerOptions):
+        return policy.policy, [policy]
+    return policy, [DEFAULT_OPTIONS]
 
 
 def policy_sources(policy: Any) -> list[Source]:

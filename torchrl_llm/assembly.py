@@ -13,6 +13,7 @@ from torchrl_llm.arguments import Source
 from torchrl_llm.bridge import make_bridge
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, EnvError, PolicyError
+from torchrl_llm.policies.options import RunnerOptions
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Post
 
@@ -37,7 +38,7 @@ def build_slots(sources: list[Source]) -> list[Slot]:
     return slots
 
 
-def build_policies(sources: list[Source], slots: list[Slot], post: Post) -> PolicyPool:
+def build_policies(sources: list[Source], options: list[RunnerOptions], slots: list[Slot], post: Post) -> PolicyPool:
     """The policies, and the slots' bridges to each of them.
 
     Raises:
@@ -55,7 +56,7 @@ def build_policies(sources: list[Source], slots: list[Slot], post: Post) -> Poli
                 raise PolicyError(f"the constructor of policy {index} returned {type(policy).__name__}, not a callable")
         for slot in slots:
             slot.bridges = [make_bridge(slot.env, policy) for policy in policies]
-        pool = PolicyPool(policies, [constructor for constructor, _ in sources], post)
+        pool = PolicyPool(policies, [constructor for constructor, _ in sources], options, post)
     except BaseException:
         for slot in slots:
             slot.close()

@@ -58,7 +58,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             ``(B,)`` are allowed, also mixed; ``(B,)`` is one slot whose B rows step together.
         policy: a constructor ``() -> policy``, a policy, or a list of them. A policy is any callable from a TensorDict
             to a TensorDict: ``vLLMWrapper``, ``TransformersWrapper``, a ``TensorDictModule``, a function of one
-            argument.
+            argument. :class:`RunnerOptions` around one says how to run it, where the defaults do not suit.
 
     Keyword Args:
         num_envs: how many slots to build from a single constructor. Defaults to 1.
@@ -142,6 +142,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         if postproc is not None and not callable(postproc):
             raise TypeError(f"postproc={postproc!r} is not allowed: pass a callable batch -> batch, or None")
         envs = arguments.env_sources(env, num_envs)
+        policy, options = arguments.policy_options(policy)
         policies = arguments.policy_sources(policy)
         restart = arguments.check_restartable(on_error, envs)
         router = make_route(route, len(envs), len(policies))
@@ -158,7 +159,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
         slots = build_slots(envs)
-        pool = build_policies(policies, slots, events.put)
+        pool = build_policies(policies, options, slots, events.put)
         rollout = Rollout(
             slots=slots,
             pool=pool,

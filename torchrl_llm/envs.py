@@ -22,7 +22,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.llm import DataLoadingPrimer
 
 from torchrl_llm.batches import Trajectory
-from torchrl_llm.bridge import KeyBridge, merge_entry
+from torchrl_llm.bridge import KeyBridge, merge_entry, shallow_copy
 from torchrl_llm.errors import EnvError, PromptsExhausted
 
 EnvConstructor = Callable[[], EnvBase]
@@ -68,6 +68,7 @@ class Slot:
         self.prompts_skipped_in_row = 0
         self.exhausted = False
         self._primers = _take_over_primers(env)
+        self._rewards = frozenset(env.reward_keys)
         self._started = False
 
     @property
@@ -86,6 +87,7 @@ class Slot:
         if check_env(self.env, self.env_id) != len(self.rows):
             raise ValueError(f"the constructor of env {self.env_id} now gives another batch size")
         self._primers = _take_over_primers(self.env)
+        self._rewards = frozenset(self.env.reward_keys)
         self._started = False
 
     def close(self) -> None:
@@ -151,12 +153,11 @@ class Slot:
 
     def next_observation(self, row: Row, stepped: TensorDictBase) -> TensorDictBase:
         """What the row observes after ``stepped``: ``"next"`` without rewards, and what only reset makes."""
-        rewards = set(self.env.reward_keys)
         following = stepped.get("next")
         assert row.observation is not None
-        observation = row.observation.copy()
+        observation = shallow_copy(row.observation)
         for key in following.keys():
-            if key not in rewards:
+            if key not in self._rewards:
                 merge_entry(observation, key, following.get(key))
         return observation
 

@@ -20,6 +20,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules.llm.policies import LLMWrapperBase
 
+from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.runner import Post, Response, Ticket
 
 
@@ -29,25 +30,26 @@ class BatchedRunner:
     Args:
         policy: a callable from a TensorDict of shape ``(N,)`` to one of the same shape.
         post: where responses go.
-        name: name of the runner's thread.
+        options: how to run it.
     """
 
-    def __init__(self, policy: Any, post: Post, name: str = "torchrl_llm-policy") -> None:
+    def __init__(self, policy: Any, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
         self._failure: Exception | None = None
         self._post = post
-        self._waiting: deque[tuple[Ticket, TensorDictBase]] = deque()
+        self._batch_wait = options.batch_wait
+        self._waiting: deque[tuple[Ticket, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name="torchrl_llm-policy", daemon=True)
         self._thread.start()
 
-    def prepare(self, observation: TensorDictBase, carry: Any) -> TensorDictBase:
+    def prepare(self, observation: TensorDictBase, carry: Any) -> Any:
         """The row itself; see :meth:`Runner.prepare`."""
         return observation
 
-    def submit(self, ticket: Ticket, request: TensorDictBase) -> None:
+    def submit(self, ticket: Ticket, request: Any) -> None:
         """See :meth:`Runner.submit`."""
         with self._changed:
             failure = self._failure
@@ -71,16 +73,23 @@ class BatchedRunner:
             with self._changed:
                 while not self._waiting and not self._closing:
                     self._changed.wait()
+                self._await_more()
                 if self._closing:
                     return
                 batch = list(self._waiting)
                 self._waiting.clear()
             self._run(batch)
 
-    def _run(self, batch: list[tuple[Ticket, TensorDictBase]]) -> None:
+    def _await_more(self) -> None:
+        """Waits for company, up to ``batch_wait`` seconds after the first request."""
+        until = time.monotonic() + self._batch_wait
+        while not self._closing and (left := until - time.monotonic()) > 0:
+            self._changed.wait(left)
+
+    def _run(self, batch: list[tuple[Ticket, Any]]) -> None:
         tickets = [ticket for ticket, _ in batch]
         try:
-            outputs = self._call([row for _, row in batch])
+            responses = self._respond(tickets, [request for _, request in batch])
         except Exception as error:
             # A policy that raised is not called again: what waits for it gets the same answer.
             with self._changed:
@@ -91,9 +100,16 @@ class BatchedRunner:
             for ticket in tickets:
                 self._post(Response(ticket, error=error))
             return
-        for ticket, output in zip(tickets, outputs, strict=True):
+        for response in responses:
+            self._post(response)
+
+    def _respond(self, tickets: list[Ticket], requests: list[Any]) -> list[Response]:
+        """One call of the policy; raises what it raises."""
+        responses = []
+        for ticket, output in zip(tickets, self._call(requests), strict=True):
             prompt_tokens, response_tokens = self._token_counts(output)
-            self._post(Response(ticket, output, prompt_tokens=prompt_tokens, response_tokens=response_tokens))
+            responses.append(Response(ticket, output, prompt_tokens=prompt_tokens, response_tokens=response_tokens))
+        return responses
 
     def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
         stack = LazyStackedTensorDict(*[row.copy() for row in rows], stack_dim=0)

@@ -6,35 +6,47 @@ a constructor is ours to end, an instance is left as it was.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
-from torchrl.modules.llm.policies import LLMWrapperBase
+from torchrl.modules.llm.policies import LLMWrapperBase, TransformersWrapper
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
 from torchrl_llm.policies.batched import BatchedRunner
+from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
+from torchrl_llm.policies.remote import RemoteRunner
 from torchrl_llm.policies.runner import Post, Runner
+from torchrl_llm.policies.transformers import TransformersRunner
 from torchrl_llm.policies.vllm import ContinuousRunner
 
 REBUILD_WAIT_SECONDS = 30.0
 
 
-def make_runner(policy: Any, post: Post) -> Runner:
-    """The runner for a policy: continuous for ``vLLMWrapper`` over ``vllm.LLM``, batched for any other.
+def make_runner(policy: Any, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> Runner:
+    """The runner for a policy.
+
+    Continuous for ``vLLMWrapper`` over ``vllm.LLM``, a call per request for one over a remote engine, the model's own
+    ``generate`` for ``TransformersWrapper``, and batched for any other policy.
 
     Args:
         policy: the policy.
         post: where its responses go.
+        options: how to run it.
 
     Raises:
         ValueError: if a wrapper does not generate, or makes several samples per prompt.
     """
     if isinstance(policy, LLMWrapperBase):
         check_wrapper(policy)
-    if isinstance(policy, vLLMWrapper) and policy._model_type == "sync_vllm":
-        return ContinuousRunner(policy, post)
-    return BatchedRunner(policy, post)
+    if isinstance(policy, vLLMWrapper):
+        if policy._model_type == "sync_vllm":
+            return ContinuousRunner(policy, post, options)
+        return RemoteRunner(policy, post, options)
+    if isinstance(policy, TransformersWrapper) and type(policy).forward is TransformersWrapper.forward:
+        return TransformersRunner(policy, post, options)
+    return BatchedRunner(policy, post, options)
 
 
 def check_wrapper(policy: LLMWrapperBase) -> None:
@@ -59,10 +71,18 @@ class PolicyPool:
     Args:
         policies: the policies, as built or as given.
         constructors: how to build each anew; ``None`` for those that were given.
+        options: how to run each.
         post: where responses go.
     """
 
-    def __init__(self, policies: list[Any], constructors: list[Callable[[], Any] | None], post: Post) -> None:
+    def __init__(
+        self,
+        policies: list[Any],
+        constructors: list[Callable[[], Any] | None],
+        options: list[RunnerOptions],
+        post: Post,
+    ) -> None:
+        self._options = options
         self._constructors = constructors
         self._post = post
         self.version = 0
@@ -70,8 +90,8 @@ class PolicyPool:
         self.failures_in_row = [0] * len(policies)
         self.runners: list[Runner] = []
         try:
-            for policy in policies:
-                self.runners.append(make_runner(policy, post))
+            for policy, how in zip(policies, options, strict=True):
+                self.runners.append(make_runner(policy, post, how))
         except BaseException:
             self.close(time.monotonic() + REBUILD_WAIT_SECONDS)
             raise
@@ -86,8 +106,13 @@ class PolicyPool:
         if constructor is None:
             raise TypeError("it was passed as an instance; pass a constructor for on_error='restart'")
         self.runners[policy_id].close(time.monotonic() + REBUILD_WAIT_SECONDS)
-        self.runners[policy_id] = make_runner(constructor(), self._post)
+        gc.collect()
+        self.runners[policy_id] = make_runner(constructor(), self._post, self._options[policy_id])
 
     def close(self, deadline: float) -> list[str]:
         """Ends the runners; returns the names of the threads that are still busy at ``deadline``."""
-        return [name for runner in self.runners for name in runner.close(deadline)]
+        busy = [name for runner in self.runners for name in runner.close(deadline)]
+        if any(constructor is not None for constructor in self._constructors):
+            # vLLM ends its processes when its objects are collected, and they hold each other in cycles.
+            gc.collect()
+        return busy

@@ -5,33 +5,23 @@ never holds back a short one. The wrapper's own configuration is used (input mod
 chat template, padding choice); nothing in it is changed.
 
 Threads: :meth:`ContinuousRunner.prepare` and :meth:`~ContinuousRunner.submit` run in the rollout's thread, outputs are
-built in the engine's (see :mod:`torchrl_llm.policies.engine`). The runner has its own copy of the tokenizer, which both
-only read. Invariant: each submitted ticket is answered once, unless the runner is closed first.
+built in the engine's (see :mod:`torchrl_llm.policies.engine`). Both only read the runner's own copy of the tokenizer.
+Invariant: each submitted ticket is answered once, unless the runner is closed first.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
 import threading
 from typing import Any
 
 from tensordict import TensorDictBase
-from tensordict.tensorclass import is_non_tensor
-from torchrl.data.llm import History
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
-from torchrl_llm.errors import PromptTooLong
 from torchrl_llm.policies.engine import acquire
+from torchrl_llm.policies.observations import PromptMaker
+from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.outputs import build_row
-from torchrl_llm.policies.prompts import (
-    Carry,
-    Prompt,
-    history_prompt,
-    known_tokens_prompt,
-    text_prompt,
-    tokens_prompt,
-)
+from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
 from torchrl_llm.policies.vllm_outputs import completion_of
 
@@ -42,17 +32,19 @@ class ContinuousRunner:
     Args:
         policy: the wrapper.
         post: where responses go.
+        options: how to run it.
     """
 
-    def __init__(self, policy: vLLMWrapper, post: Post) -> None:
+    def __init__(self, policy: vLLMWrapper, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
         self._post = post
-        self._tokenizer = copy.deepcopy(policy.tokenizer)
-        self._text_tokenizer = copy.deepcopy(policy.model.get_tokenizer())
-        self._longest_prompt = policy.model.llm_engine.model_config.max_model_len - 1
-        template = {"chat_template": policy.chat_template, "chat_template_name": policy.chat_template_name}
-        self._template = {name: value for name, value in template.items() if value is not None}
+        self._prompts = PromptMaker(
+            policy,
+            longest_prompt=policy.model.llm_engine.model_config.max_model_len - 1,
+            text_tokenizer=policy.model.get_tokenizer(),
+            retokenize=options.retokenize,
+        )
         self._params = _engine_params(policy.sampling_params)
         self._in_flight: set[str] = set()
         self._lock = threading.Lock()
@@ -60,30 +52,7 @@ class ContinuousRunner:
 
     def prepare(self, observation: TensorDictBase, carry: Carry | None) -> Prompt:
         """See :meth:`Runner.prepare`."""
-        prompt = self._prompt(observation, carry)
-        if len(prompt.token_ids) > self._longest_prompt:
-            raise PromptTooLong(len(prompt.token_ids), self._longest_prompt)
-        return prompt
-
-    def _prompt(self, observation: TensorDictBase, carry: Carry | None) -> Prompt:
-        policy = self.policy
-        value = observation.get(policy.input_key, None)
-        if value is None:
-            raise ValueError(f"the policy reads {policy.input_key!r}; the observation has {list(observation.keys())}")
-        if is_non_tensor(value):
-            value = value.tolist()
-        if policy.input_mode == "text":
-            return text_prompt(value, carry, self._text_tokenizer)
-        if policy.input_mode == "tokens":
-            return tokens_prompt(value, carry, policy.padding_value, keep_padding=policy.pad_output)
-        if not isinstance(value, History):
-            raise TypeError(f"a History is needed under {policy.input_key!r}, got {type(value).__name__}")
-        if policy.prefer_tokens:
-            for part in ("prompt", "full"):
-                known = observation.get((policy.tokens_key, part), None)
-                if known is not None:
-                    return known_tokens_prompt(known, value, self._tokenizer)
-        return history_prompt(value, carry, self._tokenizer, self._template)
+        return self._prompts(observation, carry)
 
     def submit(self, ticket: Ticket, request: Prompt) -> None:
         """See :meth:`Runner.submit`."""
@@ -106,8 +75,6 @@ class ContinuousRunner:
         # A dead engine's thread has answers on its way, which a rollout that goes on without it still needs.
         busy = self._engine.release(deadline)
         self.policy = None
-        # vLLM ends its processes when its objects are collected, and they hold each other in cycles.
-        gc.collect()
         return busy
 
     def _answer(self, ticket: Ticket, request: Prompt, request_id: str, output: Any, error: Exception | None) -> None:
@@ -122,7 +89,7 @@ class ContinuousRunner:
             return
         try:
             completion = completion_of(output)
-            row, carry = build_row(policy, request, completion, self._tokenizer)
+            row, carry = build_row(policy, request, completion, self._prompts.tokenizer)
         except Exception as failure:
             self._post(Response(ticket, error=failure))
             return

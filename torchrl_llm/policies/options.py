@@ -1,0 +1,39 @@
+"""How a policy is run, where the defaults do not suit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """A policy, or its constructor, with options for its runner; goes wherever a policy goes.
+
+    Args:
+        policy: the policy, or a constructor ``() -> policy``.
+        retokenize: make every prompt from its text, as TorchRL's wrappers do, instead of keeping the ids that were
+            sampled in earlier turns of the trajectory. For language-model wrappers.
+        batch_wait: seconds that a batched policy waits for more requests after the first; 0 (default) takes what is
+            there. For policies that are called on batches.
+
+    Raises:
+        ValueError: if ``batch_wait`` is negative.
+
+    Examples:
+        >>> def policy(td):
+        ...     return td
+        >>> RunnerOptions(policy, batch_wait=0.02).batch_wait
+        0.02
+    """
+
+    policy: Any = None
+    retokenize: bool = False
+    batch_wait: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batch_wait, (int, float)) or self.batch_wait < 0:
+            raise ValueError(f"batch_wait={self.batch_wait!r} is not allowed: pass seconds, at least 0")
+
+
+DEFAULT_OPTIONS = RunnerOptions()

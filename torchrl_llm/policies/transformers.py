@@ -1,0 +1,131 @@
+"""The runner for ``TransformersWrapper``: the wrapper's configuration, the model's own ``generate``.
+
+torchrl's wrapper writes 0 for the first log-prob of a response, takes sampled pad ids out of it, and loses what an
+environment adds in token-first mode. This runner reads the wrapper's configuration and calls
+``wrapper.model.generate`` on the ids of the prompts, on whatever waits, so that ids, log-probs, masks and finish
+reasons obey the same rules as vLLM's: log-probs are those of the model's raw logits (before temperature and filters), as vLLM
+gives them by default.
+
+Threads and invariants are those of :class:`~torchrl_llm.policies.batched.BatchedRunner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.modules.llm.policies import TransformersWrapper
+
+from torchrl_llm.policies.batched import BatchedRunner
+from torchrl_llm.policies.observations import PromptMaker
+from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
+from torchrl_llm.policies.outputs import Completion, build_row
+from torchrl_llm.policies.prompts import Carry, Prompt
+from torchrl_llm.policies.runner import Post, Response, Ticket
+
+
+class TransformersRunner(BatchedRunner):
+    """Runs a ``TransformersWrapper`` on batches of the requests that wait.
+
+    Args:
+        policy: the wrapper.
+        post: where responses go.
+        options: how to run it.
+
+    Raises:
+        ValueError: if the wrapper is configured for what cannot be told apart per token: beam search, or stopping
+            criteria of its own.
+    """
+
+    def __init__(self, policy: TransformersWrapper, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
+        for name, allowed in (("num_beams", 1), ("stopping_criteria", None)):
+            value = policy.generate_kwargs.get(name, allowed)
+            if value != allowed:
+                raise ValueError(f"the policy has generate_kwargs[{name!r}]={value!r}; only {allowed!r} is allowed")
+        config = policy.model.config
+        self._context = getattr(config, "max_position_embeddings", None)
+        longest = None if self._context is None else self._context - 1
+        self._prompts = PromptMaker(policy, longest, retokenize=options.retokenize)
+        self._stop_ids = _stop_ids(policy)
+        super().__init__(policy, post, options)
+
+    def prepare(self, observation: TensorDictBase, carry: Carry | None) -> Prompt:
+        """See :meth:`Runner.prepare`."""
+        return self._prompts(observation, carry)
+
+    def _respond(self, tickets: list[Ticket], requests: list[Any]) -> list[Response]:
+        prompts: list[Prompt] = requests
+        responses = []
+        for ticket, prompt, completion in zip(tickets, prompts, self._generate(prompts), strict=True):
+            row, carry = build_row(self.policy, prompt, completion, self._prompts.tokenizer)
+            responses.append(
+                Response(
+                    ticket,
+                    row,
+                    carry=carry,
+                    prompt_tokens=len(prompt.token_ids),
+                    response_tokens=len(completion.token_ids),
+                    finish_reason=completion.finish_reason,
+                )
+            )
+        return responses
+
+    def _generate(self, prompts: list[Prompt]) -> list[Completion]:
+        policy = self.policy
+        width = max(len(prompt.token_ids) for prompt in prompts)
+        pad = policy.padding_value if policy.padding_value is not None else 0
+        ids = torch.full((len(prompts), width), pad, dtype=torch.long)
+        attention = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            # On the left, where generation does not go on.
+            start = width - len(prompt.token_ids)
+            ids[row, start:] = torch.tensor(prompt.token_ids, dtype=torch.long)
+            attention[row, start:] = 1
+        device = policy.model.device
+        arguments = dict(policy.generate_kwargs, return_dict_in_generate=True, pad_token_id=pad)
+        arguments["output_logits"] = policy.return_log_probs
+        with torch.no_grad():
+            made = policy.model.generate(input_ids=ids.to(device), attention_mask=attention.to(device), **arguments)
+        sampled = made.sequences[:, width:]
+        log_probs = _log_probs(made.logits, sampled) if policy.return_log_probs else None
+        completions = []
+        for row, prompt in enumerate(prompts):
+            tokens = sampled[row].tolist()
+            length, reason = self._length(tokens, len(prompt.token_ids))
+            scores = None if log_probs is None else log_probs[row, :length].cpu()
+            completions.append(Completion(tokens[:length], scores, finish_reason=reason))
+        return completions
+
+    def _length(self, tokens: list[int], prompt_length: int) -> tuple[int, str]:
+        """How many of a row's tokens were sampled before it ended (what follows is padding), and why it did."""
+        for position, token in enumerate(tokens):
+            if token in self._stop_ids:
+                return position + 1, "stop"
+        stop_strings = self.policy.generate_kwargs.get("stop_strings") or ()
+        for string in [stop_strings] if isinstance(stop_strings, str) else stop_strings:
+            for end in range(1, len(tokens) + 1):
+                if string in self._prompts.tokenizer.decode(tokens[:end], skip_special_tokens=False):
+                    return end, "stop"
+        room = len(tokens) if self._context is None else self._context - prompt_length
+        return min(len(tokens), room), "length"
+
+
+def _log_probs(logits: Sequence[torch.Tensor], sampled: torch.Tensor) -> torch.Tensor:
+    """float32, shape ``(N, T)``: log-probs of the sampled ids under the raw logits of each step."""
+    steps = [
+        torch.log_softmax(step.float(), dim=-1).gather(1, sampled[:, index : index + 1])
+        for index, step in enumerate(logits)
+    ]
+    return torch.cat(steps, dim=1)
+
+
+def _stop_ids(policy: TransformersWrapper) -> frozenset[int]:
+    """The ids that end a response: the wrapper's, else the model's."""
+    ids = policy.generate_kwargs.get("eos_token_id")
+    if ids is None:
+        ids = policy.model.generation_config.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
