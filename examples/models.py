@@ -91,7 +91,7 @@ def tiny_model(folder: str | os.PathLike[str] | None = None) -> str:
     Returns:
         The path of the folder.
     """
-    return _made_once(Path(folder) if folder is not None else CACHE / f"tiny-llama-{RECIPE}", _make_tiny)
+    return _made_once(Path(folder) if folder is not None else CACHE / f"tiny-lm-{RECIPE}", _make_tiny)
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:

@@ -35,5 +35,7 @@ def _assert_same_fields(expected: Any, given: Any, where: str) -> None:
         keys |= set(type(expected).__dataclass_fields__)
         for key in keys:
             assert_same(getattr(expected, key), getattr(given, key), f"{where}.{key}")
+        # How a value that is no tensor is held decides what a stack of rows gives: MetaData one value, others a list.
+        expected, given = expected.to_tensordict(), given.to_tensordict()
     for key in keys:
         assert_same(expected.get(key, None), given.get(key, None), f"{where}[{key!r}]")

@@ -27,7 +27,7 @@ from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import END, Collection
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
-from torchrl_llm.sinks import Sink, make_sink
+from torchrl_llm.sinks import make_sink
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
 
@@ -146,7 +146,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         policies = arguments.policy_sources(policy)
         restart = arguments.check_restartable(on_error, envs)
         router = make_route(route, len(envs), len(policies))
-        self._sink: Sink | None = make_sink(replay_buffer, queue)
+        sink = make_sink(replay_buffer, queue)
         super().__init__()
 
         self.total_steps = total_steps
@@ -173,7 +173,8 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             control=control,
         )
         self._control = control
-        self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self))
+        self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self), sink)
+        self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
 
     # Reading
@@ -189,7 +190,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             StopIteration: at the end.
             CollectorError: what stopped the collection, at every call.
         """
-        batch = self._collection.read(self._sink)
+        batch = self._collection.read()
         if batch is END:
             raise StopIteration
         return batch
@@ -249,8 +250,8 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
     def pause(self) -> Iterator[None]:
         """Brings the collection to rest inside the ``with`` block.
 
-        On entry the loop has come to rest: no environment is called, no request is sent, no batch is delivered.
-        Responses in flight go on in the engine, and are taken up afterwards. Safe from any thread.
+        On entry the loop has come to rest: it calls no environment, sends no request and delivers no batch. What is
+        in flight in an engine or on an environment thread goes on, and is taken up afterwards. Safe from any thread.
         """
         with self._control.pause():
             yield
@@ -265,9 +266,13 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
 
         Args:
             timeout: seconds to wait for a call of an environment or a batched policy that is under way, which nothing
-                can interrupt; a ``RuntimeWarning`` names what was still busy. Defaults to 30.
+                can interrupt; a ``RuntimeWarning`` names what was still busy. Defaults to 30, and to 0 after an earlier
+                call has waited in vain.
             close_env: ignored; for TorchRL's sake.
             raise_on_error: ignored; an error is raised by the call that reads, and by :meth:`join`.
+
+        Raises:
+            CollectorError: if finished turns could not be written.
         """
         self._collection.shutdown(timeout)
 

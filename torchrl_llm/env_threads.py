@@ -17,21 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_llm.policies.runner import IDLE_SECONDS
+
+Job = Callable[[], Any]
+Done = Callable[[Any, "BaseException | None"], None]
+
 
 @dataclass
 class EnvEvent:
     """The outcome of a job: ``done(value, error)`` is to be called by the thread that drives the rollout."""
 
-    done: Callable[[Any, Exception | None], None]
+    done: Done
     value: Any = None
-    error: Exception | None = None
-
-    def run(self, job: Callable[[], Any]) -> None:
-        """Runs the job and keeps what came of it."""
-        try:
-            self.value = job()
-        except Exception as error:
-            self.error = error
+    error: BaseException | None = None
 
 
 class EnvThreads:
@@ -44,7 +42,8 @@ class EnvThreads:
 
     def __init__(self, threads: int, post: Callable[[EnvEvent], None]) -> None:
         self._post = post
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], EnvEvent] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._jobs: queue.SimpleQueue[tuple[Job, Done] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"torchrl_llm-env-{index}", daemon=True)
             for index in range(threads)
@@ -52,25 +51,37 @@ class EnvThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Callable[[], Any], done: Callable[[Any, Exception | None], None]) -> None:
+    def submit(self, job: Job, done: Done) -> None:
         """Runs ``job``, now or on a worker thread, and posts its outcome."""
-        event = EnvEvent(done)
         if self._threads:
-            self._jobs.put((job, event))
-        else:
-            event.run(job)
-            done(event.value, event.error)
+            self._jobs.put((job, done))
+            return
+        value = error = None
+        try:
+            value = job()
+        except Exception as raised:
+            error = raised
+        done(value, error)
 
     def close(self, deadline: float) -> list[str]:
-        """Ends the threads after the jobs they are in; returns the names of those still busy at ``deadline``."""
+        """Ends the threads after the jobs that they are in; returns the names of those still busy at ``deadline``.
+
+        Jobs that wait for a thread are given up.
+        """
+        self._closing = True
         for _ in self._threads:
             self._jobs.put(None)
+        deadline = max(deadline, time.monotonic() + IDLE_SECONDS)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]
 
     def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, event = item
-            event.run(job)
+        while (item := self._jobs.get()) is not None and not self._closing:
+            job, done = item
+            event = EnvEvent(done)
+            try:
+                event.value = job()
+            except BaseException as error:  # also SystemExit: this thread is the only one that can tell
+                event.error = error
             self._post(event)

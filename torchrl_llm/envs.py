@@ -12,6 +12,9 @@ environment thread, during which the rollout does not touch the slot.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +72,8 @@ class Slot:
         self.exhausted = False
         self._primers = _take_over_primers(env)
         self._rewards = frozenset(env.reward_keys)
-        self._started = False
+        self._in_call = threading.Lock()
+        self._ended = False
 
     @property
     def policy_id(self) -> int | None:
@@ -82,24 +86,52 @@ class Slot:
     def rebuild(self) -> None:
         """Replaces the environment by a new one from its constructor. Raises what the constructor raises."""
         assert self.constructor is not None
-        self.close()
+        self._close_env()
         self.env = self.constructor()
         if check_env(self.env, self.env_id) != len(self.rows):
             raise ValueError(f"the constructor of env {self.env_id} now gives another batch size")
         self._primers = _take_over_primers(self.env)
         self._rewards = frozenset(self.env.reward_keys)
-        self._started = False
 
     def close(self) -> None:
-        """Closes the environment if we built it."""
-        if self.constructor is not None and not self.env.is_closed:
+        """Closes the environment if we built it; one that is in a call on a thread is closed when that returns."""
+        self._ended = True
+        if self._in_call.acquire(blocking=False):
+            try:
+                self._close_env()
+            finally:
+                self._in_call.release()
+
+    def _close_env(self) -> None:
+        if self.constructor is None or self.env.is_closed:
+            return
+        try:
             self.env.close()
+        except Exception as error:
+            # It is being given up anyway, and the others must still be closed.
+            warnings.warn(
+                f"env {self.env_id} could not be closed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2
+            )
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Held during a call of the environment."""
+        try:
+            with self._in_call:
+                yield
+        finally:
+            if self._ended:
+                self.close()
 
     def reset(self) -> list[tuple[int, TensorDictBase]]:
         """Resets the rows without a trajectory; returns (row, observation) for those that got a prompt.
 
         Fewer rows than asked for, or none, mean that the environment's data have run out.
         """
+        with self._calling():
+            return self._reset_free_rows()
+
+    def _reset_free_rows(self) -> list[tuple[int, TensorDictBase]]:
         free = [index for index, row in enumerate(self.rows) if row.trajectory is None]
         granted = self._reserve_prompts(len(free))
         if granted == 0:
@@ -112,7 +144,6 @@ class Slot:
 
     def _reset_env(self, free: list[int]) -> list[TensorDictBase]:
         if len(free) == len(self.rows):
-            self._started = True
             return _unstack(self.env.reset(), self.env)
         mask = torch.zeros(len(self.rows), 1, dtype=torch.bool)
         mask[free] = True
@@ -148,7 +179,11 @@ class Slot:
         # A row without a trajectory steps along with another row's action; nobody reads what it makes.
         filler = next(row for row in inputs if row is not None)
         rows = [filler.copy() if row is None else row for row in inputs]
-        stepped = self.env.step(rows[0] if not self.env.batch_size else lazy_stack(rows))
+        try:
+            with self._calling():
+                stepped = self.env.step(rows[0] if not self.env.batch_size else lazy_stack(rows))
+        except (PromptsExhausted, StopIteration) as error:
+            raise RuntimeError(f"step raised {error!r}; only reset may say that the data have run out") from error
         return _unstack(stepped, self.env)
 
     def next_observation(self, row: Row, stepped: TensorDictBase) -> TensorDictBase:

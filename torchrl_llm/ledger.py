@@ -117,6 +117,12 @@ class Ledger:
         with self._lock:
             return self._turns_delivered
 
+    @property
+    def turns_kept(self) -> int:
+        """Turns finished so far and not dropped: delivered, or to be."""
+        with self._lock:
+            return self._turns_finished - self._turns_dropped.total()
+
     def snapshot(self) -> dict[str, Any]:
         """All counters at one moment, as plain Python values."""
         with self._lock:

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -36,9 +37,10 @@ SHUTDOWN_SECONDS = 30.0
 RELEASE_SECONDS = 5.0
 # How long a shutdown waits for room in a full queue: nobody may be reading any more.
 FULL_QUEUE_SECONDS = 1.0
+# How long past its deadline a shutdown waits for a driving thread that is closing down already.
+CLOSING_SECONDS = 1.0
 
 END = object()
-Hook = Callable[[TensorDictBase | None], TensorDictBase | None]
 
 
 class Collection:
@@ -49,6 +51,7 @@ class Collection:
         control: its stop and pause.
         ledger: its books.
         finish_batch: called with each stacked batch; what it returns is delivered, ``None`` means nothing.
+        sink: where batches go; ``None`` gives them to the reader.
     """
 
     def __init__(
@@ -57,24 +60,28 @@ class Collection:
         control: Control,
         ledger: Ledger,
         finish_batch: Callable[[TensorDictBase], TensorDictBase | None],
+        sink: Sink | None,
     ) -> None:
         self._rollout = rollout
         self._control = control
         self._ledger = ledger
         self._finish_batch = finish_batch
+        self._sink = sink
         self._changed = threading.Condition()
         self._driver: int | None = None
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
         self._finished = False
-        self._closed = False
+        self._closing = False
         self._released = False
-        self.error: CollectorError | None = None
+        self._gave_up = False
+        self._error: CollectorError | None = None
+        self._traceback: TracebackType | None = None
 
     # Reading
 
-    def read(self, sink: Sink | None) -> Any:
-        """The next batch, ``None`` if it went to ``sink``, or :data:`END`.
+    def read(self) -> Any:
+        """The next batch, ``None`` if it went to the sink, or :data:`END`.
 
         Raises:
             CollectorError: what stopped the collection; or, if it is being read already or was shut down, that.
@@ -86,13 +93,14 @@ class Collection:
             self._control.check_may_drive()
             self._driver = threading.get_ident()
         try:
-            return self._drive_once(sink)
+            return self._drive_once()
         finally:
-            with self._changed:
-                self._driver = None
-                self._changed.notify_all()
+            self._leave()
 
     def _check_readable(self) -> None:
+        self._raise_error()
+        if self._control.stopping:
+            raise CollectorError("the collector was shut down")
         if self._driver is not None:
             started = self._thread is not None and self._thread.ident == self._driver
             raise CollectorError(
@@ -100,31 +108,36 @@ class Collection:
                 if started
                 else "the collector is being read by another thread: one reader at a time"
             )
-        if self.error is not None:
-            raise self.error
-        if self._closed or self._control.stopping:
-            raise CollectorError("the collector was shut down")
 
-    def _drive_once(self, sink: Sink | None) -> Any:
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            # With the traceback that it came with: each raise would make it longer.
+            raise self._error.with_traceback(self._traceback)
+
+    def _keep_error(self, error: CollectorError) -> None:
+        with self._changed:
+            self._error, self._traceback = error, error.__traceback__
+
+    def _drive_once(self) -> Any:
         try:
             with self._control.driving():
-                batch = self._next(sink)
+                batch = self._next()
         except Stopped:
-            self._close_driven(sink)
+            self._close()
             raise CollectorError("the collector was shut down while it was being read") from None
         except CollectorError as error:
-            self._end(sink, error)
+            self._end(error)
             raise
         except BaseException as error:
             failure = CollectorError(f"the collection was broken off by {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._end(sink, failure)
+            self._end(failure)
             raise
         if batch is END:
-            self._end(sink, None)
+            self._end(None)
         return batch
 
-    def _next(self, sink: Sink | None) -> Any:
+    def _next(self) -> Any:
         while True:
             turns = self._rollout.next_batch()
             if turns is None:
@@ -132,11 +145,11 @@ class Collection:
             batch = self._make_batch(turns)
             if batch is None:
                 continue
-            if sink is not None:
+            if self._sink is not None:
                 try:
-                    sink.write(batch, self._control)
+                    self._sink.write(batch, self._control)
                 except Stopped:
-                    self._last_chance(sink, turns, batch)
+                    self._last_chance(self._sink, turns, batch)
                     raise
                 batch = None
             self._ledger.deliver(len(turns), ended_trajectories(turns))
@@ -164,24 +177,21 @@ class Collection:
             self._check_readable()
             if self._finished:
                 raise CollectorError("the collector has delivered all its steps: build a new one to go on")
-            self._thread = threading.Thread(target=self._run, args=(sink,), name="torchrl_llm-collector", daemon=True)
+            self._sink = sink
+            self._thread = threading.Thread(target=self._run, name="torchrl_llm-collector", daemon=True)
             self._thread.start()
             self._driver = self._thread.ident
 
-    def _run(self, sink: Sink) -> None:
+    def _run(self) -> None:
         try:
-            while self._drive_once(sink) is not END:
+            while self._drive_once() is not END:
                 pass
-        except CollectorError as error:
-            if not self._closed:
-                logger.error("the collection stopped: %s", error)
         except BaseException as error:
-            # Kept in self.error, for whoever reads or joins.
-            logger.error("the collection stopped: %s: %s", type(error).__name__, error)
+            # It is kept for whoever reads or joins; a shutdown is no error.
+            if self._error is not None:
+                logger.error("the collection stopped: %s: %s", type(error).__name__, error)
         finally:
-            with self._changed:
-                self._driver = None
-                self._changed.notify_all()
+            self._leave()
 
     def is_running(self) -> bool:
         """Whether the collection runs in the background."""
@@ -198,53 +208,91 @@ class Collection:
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
         return True
 
     # Ending
 
     def shutdown(self, timeout: float | None) -> None:
-        """Ends the collection; what was finished is still written to its sink, as far as that takes it."""
+        """Ends the collection; what was finished is still written to its sink, as far as that takes it.
+
+        Raises:
+            CollectorError: if what was finished could not be written.
+        """
         with self._changed:
+            if timeout is None and self._gave_up:
+                return  # An earlier call has waited for the same in vain.
             self._deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
             self._control.stop()
-            ended = self._released
             driver = self._driver
-            if not ended and driver is None:
-                self._closed = True
-        if ended:
-            return
+            if driver is None:
+                if self._released:
+                    return
+                self._driver = threading.get_ident()
         if driver is None:
-            self._release("shutdown", self._deadline)
+            failed_before = self._error is not None
+            self._leave()
+            if not failed_before:
+                self._raise_error()
         elif driver != threading.get_ident():
             self._await_driver()
+
+    def _leave(self) -> None:
+        """Ends the calling thread's part as the driver; if a stop was asked for meanwhile, obeys it first."""
+        with self._changed:
+            stopped = self._control.stopping and not self._released
+        try:
+            if stopped:
+                self._close()
+        finally:
+            with self._changed:
+                # A stop that comes between the two looks finds a driver that never saw it.
+                missed = not stopped and self._control.stopping and not self._released
+                if not missed:
+                    self._driver = None
+                    self._changed.notify_all()
+        if missed:
+            self._leave()
 
     def _await_driver(self) -> None:
         with self._changed:
             while self._driver is not None:
-                left = self._deadline - time.monotonic()
+                left = self._deadline - time.monotonic() + (CLOSING_SECONDS if self._closing else 0.0)
                 if left <= 0:
-                    self._closed = True
-                    _warn_busy([f"thread {self._driver}"])
+                    self._gave_up = True
+                    _warn_busy([_thread_name(self._driver)])
                     return
                 self._changed.wait(left)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(max(0.0, self._deadline - time.monotonic()))
+            self._thread.join(CLOSING_SECONDS)
 
-    def _close_driven(self, sink: Sink | None) -> None:
-        """The driving thread's part of a shutdown."""
-        self._closed = True
+    def _close(self) -> None:
+        """The work of a shutdown, done by the driver: writes what was finished, and lets go. Keeps what fails."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         room_until = min(self._deadline, time.monotonic() + FULL_QUEUE_SECONDS)
-        while sink is not None and (turns := self._rollout.flush()):
+        try:
+            if self._sink is not None:
+                try:
+                    self._write_rest(self._sink, room_until)
+                finally:
+                    self._sink.end(self._control, room_until)
+        except CollectorError as error:
+            logger.error("shutdown: %s", error)
+            self._keep_error(error)
+        finally:
+            self._release("shutdown", self._deadline)
+
+    def _write_rest(self, sink: Sink, room_until: float) -> None:
+        while turns := self._rollout.flush():
             batch = self._make_batch(turns)
-            if batch is not None and sink.write_last(batch, room_until):
+            if batch is None:
+                continue
+            if sink.write_last(batch, room_until):
                 self._ledger.deliver(len(turns), ended_trajectories(turns))
-            elif batch is not None:
+            else:
                 self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
-        if sink is not None:
-            sink.end(self._control, room_until)
-        self._release("shutdown", self._deadline)
 
     def _last_chance(self, sink: Sink, turns: list[Turn], batch: TensorDictBase) -> None:
         """Offers a batch that a full queue did not take once more, when the collection stops."""
@@ -254,14 +302,28 @@ class Collection:
             logger.warning("shutdown: the queue stayed full, %d finished turns were not delivered", len(turns))
             self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
 
-    def _end(self, sink: Sink | None, error: CollectorError | None) -> None:
+    def _end(self, error: CollectorError | None) -> None:
         """The end by itself, in the driving thread: finished or failed."""
-        with self._changed:
-            self.error = error
-            self._finished = error is None
-        self._release("cut_off" if error is None else "aborted", time.monotonic() + RELEASE_SECONDS)
-        if sink is not None:
-            sink.end(self._control, deadline=None)
+        if error is None:
+            self._finished = True
+        else:
+            self._keep_error(error)
+        try:
+            self._release("cut_off" if error is None else "aborted", time.monotonic() + RELEASE_SECONDS)
+        finally:
+            self._end_sink()
+
+    def _end_sink(self) -> None:
+        if self._sink is None:
+            return
+        try:
+            self._sink.end(self._control, deadline=None)
+        except CollectorError as error:
+            if self._error is not None:
+                logger.error("after the collection failed: %s", error)
+                return
+            self._keep_error(error)
+            raise
 
     def _release(self, reason: str, deadline: float) -> None:
         """Ends threads and engines of ours, and books what was in flight."""
@@ -269,10 +331,16 @@ class Collection:
             if self._released:
                 return
             self._released = True
-        busy = self._rollout.close(deadline)
-        self._ledger.record_rest(reason)
+        try:
+            busy = self._rollout.close(deadline)
+        finally:
+            self._ledger.record_rest(reason)
         if busy:
             _warn_busy(busy)
+
+
+def _thread_name(ident: int) -> str:
+    return next((t.name for t in threading.enumerate() if t.ident == ident), f"thread {ident}")
 
 
 def _warn_busy(threads: list[str]) -> None:

@@ -12,7 +12,6 @@ The loop knows nothing of vLLM, Ray or sinks. All its state belongs to the threa
 
 from __future__ import annotations
 
-import logging
 import queue
 from collections import deque
 from collections.abc import Callable
@@ -27,16 +26,12 @@ from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.env_threads import EnvEvent, EnvThreads
 from torchrl_llm.envs import Row, Slot
-from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, PromptTooLong
+from torchrl_llm.errors import CollectorError, PromptTooLong
+from torchrl_llm.failures import Failures
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Response, Ticket
 from torchrl_llm.routing import Route
-
-logger = logging.getLogger("torchrl_llm")
-
-MAX_FAILURES_IN_ROW = 3
-MAX_PROMPTS_SKIPPED_IN_ROW = 100
 
 
 class Rollout:
@@ -76,15 +71,13 @@ class Rollout:
         self._batcher = batcher
         self._budget = budget
         self._ledger = ledger
-        self._restart = restart
+        self._failures = Failures(pool, batcher, ledger, restart)
         self._events = events
         self._control = control
         self._work: deque[Callable[[], None]] = deque(self._advancing(slot) for slot in slots)
         self._parked: list[Slot] = []
         self._begun = 0
-        self._kept = 0
         self._next_trajectory = 0
-        self._failure: CollectorError | None = None
 
     def next_batch(self) -> list[Turn] | None:
         """Runs until a batch is ready; ``None`` when there will be no more.
@@ -103,15 +96,16 @@ class Rollout:
             batch = self._batcher.pop(left)
             if batch is not None:
                 return batch
-            if self._failure is not None:
+            if self._failures.fatal is not None:
                 rest = self._batcher.flush()
                 if rest:
                     return rest
-                raise self._failure
+                raise self._failures.fatal
             if self._work:
-                self._work.popleft()()
+                self._guarded(self._work.popleft())
             elif self._begun:
-                self._handle(self._events.get())
+                event = self._events.get()
+                self._guarded(lambda event=event: self._handle(event))  # type: ignore[misc]
             elif not self._unpark():
                 return self._batcher.flush() or None
 
@@ -121,12 +115,21 @@ class Rollout:
 
     def close(self, deadline: float) -> list[str]:
         """Ends runners and environment threads, and what was built here; returns the names of threads still busy."""
-        busy = self.pool.close(deadline) + self.threads.close(deadline)
-        if not busy:
-            # An environment that is still in a step on a thread must not be closed under it.
+        try:
+            return self.pool.close(deadline) + self.threads.close(deadline)
+        finally:
             for slot in self.slots:
                 slot.close()
-        return busy
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Does some work; if that raises, the collection ends after what was finished is delivered."""
+        try:
+            work()
+        except CollectorError as failure:
+            self._failures.end_collection(failure)
+        except Exception as error:
+            message = f"the rollout failed: {type(error).__name__}: {error}"
+            self._failures.end_collection(CollectorError(message), error)
 
     def _handle(self, event: Response | EnvEvent | None) -> None:
         if isinstance(event, Response):
@@ -141,19 +144,26 @@ class Rollout:
 
     def _advance(self, slot: Slot) -> None:
         """Gives a slot its next task: prompts for its free rows, or requests for what it observes."""
-        if self._failure is not None:
+        if self._failures.fatal is not None:
             return
         free = sum(row.trajectory is None for row in slot.rows)
         idle = free == len(slot.rows)
         if idle and slot.exhausted:
             return
-        if not self._budget.may_begin(self._kept, self._begun, new=idle):
+        if not self._may_begin(self._begun, new=idle):
             self._parked.append(slot)
-        elif free and not slot.exhausted and self._budget.may_begin(self._kept, self._begun, new=True):
+        elif free and not slot.exhausted and self._may_begin(self._begun, new=True):
             self._reserve(slot, len(slot.rows))
             self.threads.submit(slot.reset, lambda value, error: self._on_reset(slot, value, error))
         else:
             self._submit(slot)
+
+    def _env_failed(self, slot: Slot, call: str, error: BaseException) -> None:
+        if self._failures.env_failed(slot, call, error):
+            self._work.append(self._advancing(slot))
+
+    def _may_begin(self, begun: int, new: bool) -> bool:
+        return self._budget.may_begin(self._ledger.turns_kept, begun, new)
 
     def _reserve(self, slot: Slot, turns: int) -> None:
         """Notes how many turns of the slot have begun and are not finished."""
@@ -165,13 +175,15 @@ class Rollout:
         parked, self._parked = self._parked, []
         for slot in parked:
             idle = all(row.trajectory is None for row in slot.rows)
-            if self._budget.may_begin(self._kept, 0, new=idle):
+            if self._may_begin(0, new=idle):
                 self._work.append(self._advancing(slot))
             else:
                 self._parked.append(slot)
         return bool(self._work)
 
-    def _on_reset(self, slot: Slot, observations: list[tuple[int, TensorDictBase]], error: Exception | None) -> None:
+    def _on_reset(
+        self, slot: Slot, observations: list[tuple[int, TensorDictBase]], error: BaseException | None
+    ) -> None:
         self._reserve(slot, 0)
         if error is not None:
             self._env_failed(slot, "reset", error)
@@ -181,17 +193,13 @@ class Rollout:
         for index, observation in observations:
             row = slot.rows[index]
             row.observation = observation
-            try:
-                policy_id = slot.policy_id if slot.policy_id is not None else self._pick_policy(slot)
-            except CollectorError as failure:
-                self._fail(failure)
-                return
+            policy_id = slot.policy_id if slot.policy_id is not None else self._pick_policy(slot)
             row.trajectory = self._launch(slot, policy_id)
             problem = self._prepare(slot, row, carry=None)
             if isinstance(problem, PromptTooLong):
-                self._skip_prompt(slot, row, problem)
+                self._failures.prompt_too_long(slot, row, problem)
             elif problem is not None:
-                self._prompt_failed(slot, row, problem)
+                self._failures.prompt_failed(slot, row, problem)
         if any(row.trajectory is None for row in slot.rows):
             self._work.append(self._advancing(slot))
         else:
@@ -199,7 +207,10 @@ class Rollout:
 
     def _pick_policy(self, slot: Slot) -> int:
         loads = self.pool.loads
-        policy_id = self._route(slot.env_id, tuple(loads))
+        try:
+            policy_id = self._route(slot.env_id, tuple(loads))
+        except Exception as error:
+            raise CollectorError(f"route failed: {type(error).__name__}: {error}", slot=slot.env_id) from error
         if not isinstance(policy_id, int) or not 0 <= policy_id < len(loads):
             raise CollectorError(
                 f"route returned {policy_id!r}; an int from 0 to {len(loads) - 1} is needed", slot=slot.env_id
@@ -226,25 +237,8 @@ class Rollout:
         slot.prompts_skipped_in_row = 0
         return None
 
-    def _skip_prompt(self, slot: Slot, row: Row, overflow: PromptTooLong) -> None:
-        """Ends a trajectory whose very first prompt does not fit: there is no turn to mark as truncated."""
-        assert row.trajectory is not None
-        logger.warning("slot %d: skipped a prompt: %s", slot.env_id, overflow)
-        trajectory = row.trajectory
-        self._end(row, "prompt_too_long")
-        slot.prompts_skipped_in_row += 1
-        if slot.prompts_skipped_in_row >= MAX_PROMPTS_SKIPPED_IN_ROW:
-            self._fail(
-                PolicyError(
-                    f"{slot.prompts_skipped_in_row} prompts in a row are too long: {overflow}",
-                    slot=slot.env_id,
-                    trajectory=trajectory.id,
-                    turn=0,
-                )
-            )
-
     def _submit(self, slot: Slot) -> None:
-        if self._failure is not None:
+        if self._failures.fatal is not None:
             return
         rows = [(index, row) for index, row in enumerate(slot.rows) if row.trajectory is not None]
         self._reserve(slot, len(rows))
@@ -273,14 +267,13 @@ class Rollout:
                 written = [k if isinstance(k, tuple) else (k,) for k in response.output.keys(True)]
                 error = ValueError(f"the environment needs {show(missing)} of the policy, which wrote {show(written)}")
         if error is not None:
-            self._policy_failed(slot, row, ticket, error)
+            self._failures.policy_failed(row, ticket, error)
         else:
-            self.pool.failures_in_row[ticket.policy_id] = 0
             row.response = response.output
             row.version_end = self.pool.version
             row.tokens = (response.prompt_tokens, response.response_tokens)
             row.carry, row.finish_reason = response.carry, response.finish_reason
-        if slot.awaited == 0 and self._failure is None:
+        if slot.awaited == 0 and self._failures.fatal is None:
             self._step(slot)
 
     def _step(self, slot: Slot) -> None:
@@ -298,14 +291,11 @@ class Rollout:
             lambda: slot.step(bridge), lambda value, error: self._on_step(slot, policy_id, value, error)
         )
 
-    def _on_step(self, slot: Slot, policy_id: int, stepped: list[TensorDictBase], error: Exception | None) -> None:
+    def _on_step(self, slot: Slot, policy_id: int, stepped: list[TensorDictBase], error: BaseException | None) -> None:
         self._reserve(slot, 0)
         if error is not None:
-            if isinstance(error, (PromptsExhausted, StopIteration)):
-                error = RuntimeError(f"step raised {error!r}; only reset may say that the data have run out")
             self._env_failed(slot, "step", error)
             return
-        slot.failures_in_row = 0
         bridge = slot.bridges[policy_id]
         for row, after in zip(slot.rows, stepped, strict=True):
             if row.response is not None:
@@ -326,110 +316,15 @@ class Rollout:
             if isinstance(problem, PromptTooLong):
                 _truncate(data)
                 done = True
-        self._kept += 1
         self._ledger.finish_turn(*row.tokens)
         self._batcher.add(Turn(trajectory, step, data, done, row.version, row.version_end, row.finish_reason))
+        if done or not self._batcher.whole_trajectories:
+            self._failures.none_in_row(slot, trajectory.policy_id)
         if done:
             self.pool.loads[trajectory.policy_id] -= 1
             row.clear()
         elif problem is not None:
-            self._prompt_failed(slot, row, problem)
-
-    # Failures
-
-    def _end(self, row: Row, reason: str) -> None:
-        """Ends a row's trajectory without delivering it."""
-        trajectory = row.trajectory
-        assert trajectory is not None
-        lost = self._batcher.drop(trajectory)
-        self._kept -= lost
-        self._ledger.record(trajectory.id, reason, turns_dropped=lost)
-        self.pool.loads[trajectory.policy_id] -= 1
-        row.clear()
-
-    def _prompt_failed(self, slot: Slot, row: Row, cause: Exception) -> None:
-        """Ends a trajectory whose prompt the policy cannot take; ends the collection unless it restarts."""
-        trajectory = row.trajectory
-        assert trajectory is not None
-        self._ledger.error("policy")
-        failure = PolicyError(
-            f"policy {trajectory.policy_id} cannot take the prompt: {type(cause).__name__}: {cause}",
-            slot=slot.env_id,
-            trajectory=trajectory.id,
-            turn=trajectory.turns,
-        )
-        failure.__cause__ = cause
-        self._end(row, "failed")
-        slot.failures_in_row += 1
-        if self._restart and slot.failures_in_row < MAX_FAILURES_IN_ROW:
-            logger.warning("dropped a trajectory: %s", failure)
-        else:
-            self._fail(failure)
-
-    def _policy_failed(self, slot: Slot, row: Row, ticket: Ticket, error: Exception) -> None:
-        pool, policy_id = self.pool, ticket.policy_id
-        self._ledger.error("policy")
-        failure = PolicyError(
-            f"policy {policy_id} failed: {type(error).__name__}: {error}",
-            slot=ticket.env_id,
-            trajectory=ticket.trajectory,
-            turn=ticket.turn,
-        )
-        failure.__cause__ = error
-        self._end(row, "failed")
-        if not self._restart:
-            self._fail(failure)
-            return
-        logger.warning("dropped a trajectory: %s", failure)
-        if ticket.runner is not pool.runners[policy_id]:
-            return  # One of the requests that were lost with a policy that has been replaced since.
-        pool.failures_in_row[policy_id] += 1
-        if pool.failures_in_row[policy_id] >= MAX_FAILURES_IN_ROW:
-            self._fail(failure)
-        elif pool.runners[policy_id].broken:
-            try:
-                pool.rebuild(policy_id)
-            except Exception as again:
-                self._fail(PolicyError(f"policy {policy_id} cannot be rebuilt: {again}"), again)
-                return
-            self._ledger.restart("policy")
-
-    def _env_failed(self, slot: Slot, call: str, error: Exception) -> None:
-        self._ledger.error("env")
-        running = [row for row in slot.rows if row.trajectory is not None]
-        first = running[0].trajectory if running else None
-        failure = EnvError(
-            f"env.{call} failed: {type(error).__name__}: {error}",
-            slot=slot.env_id,
-            trajectory=None if first is None else first.id,
-            turn=None if first is None else first.turns,
-        )
-        failure.__cause__ = error
-        for row in running:
-            self._end(row, "failed")
-        if not self._restart:
-            self._fail(failure)
-            return
-        slot.failures_in_row += 1
-        logger.warning("rebuilding an environment: %s", failure)
-        if slot.failures_in_row >= MAX_FAILURES_IN_ROW:
-            self._fail(failure)
-            return
-        try:
-            slot.rebuild()
-        except Exception as again:
-            self._fail(EnvError(f"the env cannot be rebuilt: {again}", slot=slot.env_id), again)
-            return
-        self._ledger.restart("env")
-        self._work.append(self._advancing(slot))
-
-    def _fail(self, failure: CollectorError, cause: Exception | None = None) -> None:
-        """Ends the collection; the first failure is the one that the reader gets."""
-        if cause is not None:
-            failure.__cause__ = cause
-        if self._failure is None:
-            self._failure = failure
-            self._work.clear()
+            self._failures.prompt_failed(slot, row, problem)
 
 
 def _truncate(turn: TensorDictBase) -> None:

@@ -34,10 +34,18 @@ class Sink(Protocol):
         """
 
     def write_last(self, batch: TensorDictBase, deadline: float) -> bool:
-        """Hands over a batch of a collection that stops; ``False`` if there was no room until ``deadline``."""
+        """Hands over a batch of a collection that stops; ``False`` if there was no room until ``deadline``.
+
+        Raises:
+            CollectorError: if the target does not take the batch.
+        """
 
     def end(self, control: Control, deadline: float | None) -> None:
-        """Says that no batch will follow; waits for room until ``deadline``, or until a stop if it is ``None``."""
+        """Says that no batch will follow; waits for room until ``deadline``, or until a stop if it is ``None``.
+
+        Raises:
+            CollectorError: if the target does not take the end.
+        """
 
 
 class BufferSink:
@@ -52,6 +60,9 @@ class BufferSink:
 
     def write(self, batch: TensorDictBase, control: Control) -> None:
         """See :meth:`Sink.write`."""
+        self._extend(batch)
+
+    def _extend(self, batch: TensorDictBase) -> None:
         try:
             self._buffer.extend(batch)
         except Exception as error:
@@ -62,7 +73,7 @@ class BufferSink:
 
     def write_last(self, batch: TensorDictBase, deadline: float) -> bool:
         """See :meth:`Sink.write_last`."""
-        self._buffer.extend(batch)
+        self._extend(batch)
         return True
 
     def end(self, control: Control, deadline: float | None) -> None:
@@ -83,13 +94,8 @@ class QueueSink:
         """See :meth:`Sink.write`."""
         while True:
             control.checkpoint()
-            try:
-                self._queue.put(batch, timeout=PUT_POLL_SECONDS)
+            if self._put_until(batch, time.monotonic() + PUT_POLL_SECONDS):
                 return
-            except queue.Full:
-                continue
-            except Exception as error:
-                raise CollectorError(f"the queue does not take the batch: {type(error).__name__}: {error}") from error
 
     def write_last(self, batch: TensorDictBase, deadline: float) -> bool:
         """See :meth:`Sink.write_last`."""
@@ -111,6 +117,9 @@ class QueueSink:
             self._queue.put(item, timeout=max(0.0, deadline - time.monotonic()))
         except queue.Full:
             return False
+        except Exception as error:
+            what = "None that marks the end" if item is None else "batch"
+            raise CollectorError(f"the queue does not take the {what}: {type(error).__name__}: {error}") from error
         return True
 
 

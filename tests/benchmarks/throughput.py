@@ -28,6 +28,7 @@ import functools
 import gc
 import itertools
 import math
+import os
 import random
 import re
 import statistics
@@ -66,6 +67,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tool-seconds", type=float, default=0.3)
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine-process", action="store_true", help="run the engine in a process of its own")
     parser.add_argument("--no-torchrl", action="store_true", help="leave torchrl's collector out")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -380,6 +382,8 @@ def main() -> None:
     args = parse_args()
     args.model = args.model or ("smollm2" if args.scenario == "countdown" else "tiny")
     args.turns = args.turns or {"lognormal": 128, "countdown": 64, "tools": 288}[args.scenario]
+    if args.engine_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     paths = [path for path in PATHS if not (args.no_torchrl and path.startswith("torchrl"))]
     bench = Bench(args)
     harness.quiet()
@@ -387,7 +391,7 @@ def main() -> None:
         result = measure(bench, paths, args.repeats)
     finally:
         bench.close()
-    settings = {key: getattr(args, key) for key in ("scenario", "model", "slots", "repeats", "seed")}
+    settings = {key: getattr(args, key) for key in ("scenario", "model", "slots", "repeats", "seed", "engine_process")}
     harness.report({**settings, **result} if args.json else result, args.json)
 
 

@@ -21,7 +21,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
-from torchrl_llm.policies.runner import Post, Response, Ticket
+from torchrl_llm.policies.runner import IDLE_SECONDS, Post, Response, Ticket
 
 
 class BatchedRunner:
@@ -36,7 +36,7 @@ class BatchedRunner:
     def __init__(self, policy: Any, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._post = post
         self._batch_wait = options.batch_wait
         self._waiting: deque[tuple[Ticket, Any]] = deque()
@@ -65,7 +65,7 @@ class BatchedRunner:
             self._closing = True
             self._waiting.clear()
             self._changed.notify()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(IDLE_SECONDS, deadline - time.monotonic()))
         return [self._thread.name] if self._thread.is_alive() else []
 
     def _work(self) -> None:
@@ -90,8 +90,9 @@ class BatchedRunner:
         tickets = [ticket for ticket, _ in batch]
         try:
             responses = self._respond(tickets, [request for _, request in batch])
-        except Exception as error:
-            # A policy that raised is not called again: what waits for it gets the same answer.
+        except BaseException as error:
+            # Also SystemExit: this thread is the only one that can tell. A policy that raised is not called again:
+            # what waits for it gets the same answer.
             with self._changed:
                 self._failure = error
                 tickets += [ticket for ticket, _ in self._waiting]

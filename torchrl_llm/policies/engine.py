@@ -29,7 +29,9 @@ def acquire(llm: Any) -> EngineThread:
     with _engines_lock:
         engine = _engines.get(llm)
         if engine is None or engine.dead is not None or engine.closed:
-            engine = _engines[llm] = EngineThread(llm)
+            # One that died does not touch the engine any more; one that was closed may be in its last step.
+            ending = engine if engine is not None and engine.dead is None else None
+            engine = _engines[llm] = EngineThread(llm, after=ending)
         engine.holders += 1
         return engine
 
@@ -39,10 +41,12 @@ class EngineThread:
 
     Args:
         llm: a ``vllm.LLM``; it is left running when the thread ends.
+        after: an engine thread that may still be ending; this one waits for it.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, after: EngineThread | None = None) -> None:
         self._engine = llm.llm_engine
+        self._after = None if after is None else after._thread
         self._ids = itertools.count()
         self._callbacks: dict[str, Callback] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -86,6 +90,9 @@ class EngineThread:
             self._changed.notify()
 
     def _work(self) -> None:
+        if self._after is not None:
+            self._after.join()
+            self._after = None
         while True:
             with self._changed:
                 while not (self._commands or self._callbacks or self.closed):
@@ -106,6 +113,8 @@ class EngineThread:
         try:
             self._engine.add_request(request_id, prompt, params)
         except Exception as error:
+            if _tells_of_death(error):
+                self._die(error)
             callback(None, error)
         else:
             self._callbacks[request_id] = callback
@@ -113,7 +122,10 @@ class EngineThread:
     def _abort(self, request_ids: list[str]) -> None:
         ours = [request_id for request_id in request_ids if self._callbacks.pop(request_id, None) is not None]
         if ours and self.dead is None:
-            self._engine.abort_request(ours)
+            try:
+                self._engine.abort_request(ours)
+            except Exception as error:
+                self._die(error)
 
     def _step(self) -> None:
         try:
@@ -128,9 +140,16 @@ class EngineThread:
                     callback(output, None)
 
     def _die(self, error: Exception) -> None:
-        """An engine that raised in ``step`` cannot go on: everything in flight, and all that comes, gets its error."""
+        """An engine that raised in ``step`` cannot go on: all that is in flight, and all that comes, gets its error."""
         self.dead = error
         callbacks = list(self._callbacks.values())
         self._callbacks.clear()
         for callback in callbacks:
             callback(None, error)
+
+
+def _tells_of_death(error: Exception) -> bool:
+    """Whether the engine refused a request because its process has ended, and not because of the request."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import MetaData, TensorDict, TensorDictBase, lazy_stack
 from tensordict.tensorclass import NonTensorData
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
@@ -95,7 +95,7 @@ def _sampled_mask(prompt: Prompt, length: int) -> torch.Tensor:
 
 def _pack(kind: Any, wrapper: LLMWrapperBase, **tensors: torch.Tensor | None) -> Any:
     given: dict[str, Any] = {key: value for key, value in tensors.items() if value is not None}
-    given["padded"] = NonTensorData(wrapper.pad_output, batch_size=())
+    given["padded"] = MetaData(wrapper.pad_output)
     missing = dict.fromkeys(key for key, value in tensors.items() if value is None)
     return kind._from_tensordict(TensorDict._new_unsafe(given, batch_size=torch.Size(())), missing)
 
@@ -104,11 +104,9 @@ def _masks(wrapper: LLMWrapperBase, prompt: Prompt, response: torch.Tensor, samp
     if wrapper.input_mode == "text":
         return _pack(Masks, wrapper, all_attention_mask=None, all_assistant_mask=None)
     attention = torch.ones(prompt.tokens.numel() + response.numel(), dtype=torch.bool)
-    if wrapper.pad_output:
-        attention[: prompt.tokens.numel()] = prompt.tokens != wrapper.padding_value
-    padding = attention.numel() - sampled.numel()
-    if padding:
-        sampled = torch.cat([sampled.new_zeros(padding), sampled])
+    if prompt.kept is not None:
+        attention[: prompt.tokens.numel()] = prompt.kept
+        sampled = torch.zeros_like(attention).masked_scatter_(attention, sampled)
     return _pack(Masks, wrapper, all_attention_mask=attention, all_assistant_mask=sampled)
 
 

@@ -54,6 +54,7 @@ class Prompt:
         history: the prompt's history, of batch size ``(messages,)``; ``None`` but in history mode.
         messages: the same as (role, content); ``None`` but in history mode.
         sampled: which of the first ids were sampled in earlier turns; ``None`` for none.
+        kept: bool, as many as ``tokens``: which of them the engine gets; ``None`` for all.
     """
 
     token_ids: list[int]
@@ -62,6 +63,7 @@ class Prompt:
     history: History | None = None
     messages: list[Message] | None = None
     sampled: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
 
 def text_prompt(text: str, carry: Carry | None, tokenizer: Any) -> Prompt:
@@ -95,9 +97,11 @@ def tokens_prompt(tokens: torch.Tensor, carry: Carry | None, padding_value: int 
         known = len(carry.token_ids) if tokens[: len(carry.token_ids)].tolist() == carry.token_ids else 0
     keep = tokens != padding_value if padding_value is not None else torch.ones_like(tokens, dtype=torch.bool)
     keep[:known] = True
-    kept = tokens[keep]
+    ids = tokens[keep]
     sampled = carry.sampled if known and carry is not None else None
-    return Prompt(kept.tolist(), tokens if keep_padding else kept, sampled=sampled)
+    if keep_padding:
+        return Prompt(ids.tolist(), tokens, sampled=sampled, kept=keep)
+    return Prompt(ids.tolist(), ids, sampled=sampled)
 
 
 def known_tokens_prompt(tokens: torch.Tensor, history: History, tokenizer: Any) -> Prompt:

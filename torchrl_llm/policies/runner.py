@@ -42,12 +42,15 @@ class Response:
 
     ticket: Ticket
     output: TensorDictBase | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     carry: Any = None
     prompt_tokens: int = 0
     response_tokens: int = 0
     finish_reason: str | None = None
 
+
+# How long a thread that is not in a call gets to end, when there is no time left.
+IDLE_SECONDS = 0.2
 
 Post = Callable[[Response], None]
 

@@ -3,8 +3,8 @@
 torchrl's wrapper writes 0 for the first log-prob of a response, takes sampled pad ids out of it, and loses what an
 environment adds in token-first mode. This runner reads the wrapper's configuration and calls
 ``wrapper.model.generate`` on the ids of the prompts, on whatever waits, so that ids, log-probs, masks and finish
-reasons obey the same rules as vLLM's: log-probs are those of the model's raw logits (before temperature and filters), as vLLM
-gives them by default.
+reasons obey the same rules as vLLM's. Log-probs are those of the model's raw logits (before temperature and filters),
+as vLLM gives them by default.
 
 Threads and invariants are those of :class:`~torchrl_llm.policies.batched.BatchedRunner`.
 """
