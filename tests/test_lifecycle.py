@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import multiprocessing.resource_sharer
 import queue
 import subprocess
 import sys
@@ -22,6 +22,7 @@ import torch
 from fakes import WAYS, Gate, Policy, ScriptedEnv, assert_conserved, assert_settled, echo, read_to_the_end
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 
 from torchrl_llm import CollectorError, EnvError, LLMCollector, PolicyError, PromptsExhausted
 
@@ -119,7 +120,7 @@ def fault(request: pytest.FixtureRequest) -> Fault:
 
 def make(fault: Fault, **kwargs: Any) -> LLMCollector:
     arguments = {"steps_per_batch": 2, "total_steps": fault.total_steps, **kwargs}
-    return LLMCollector(fault.make_env, [fault.make_policy], **arguments)
+    return LLMCollector(fault.make_env, fault.make_policy(), **arguments)
 
 
 @pytest.mark.parametrize("env_threads", [0, 2])
@@ -353,6 +354,7 @@ def process_queue() -> Iterator[Callable[[int], Any]]:
         made.cancel_join_thread()
         if made._thread is not None:
             made._thread.join(fakes.PATIENCE)
+    multiprocessing.resource_sharer.stop()
 
 
 def test_a_full_process_queue_does_not_hold_up_shutdown(
@@ -483,15 +485,15 @@ def test_shutdown_is_idempotent_and_final_L42() -> None:
 
 
 def test_a_collector_that_was_never_read_shuts_down() -> None:
-    built: list[ScriptedEnv] = []
+    closed: list[str] = []
 
     def make_env() -> ScriptedEnv:
-        built.append(ScriptedEnv())
-        return built[-1]
+        return ScriptedEnv(on_close=lambda: closed.append("built"))
 
     with LLMCollector(make_env, echo, num_envs=2, steps_per_batch=1, env_threads=2) as collector:
         pass
-    assert [env.is_closed for env in built] == [True, True]
+    collector.shutdown()
+    assert closed == ["built", "built"]
     assert collector.stats()["launched"] == 0
 
 
@@ -518,8 +520,10 @@ def test_a_hung_env_step_holds_up_shutdown_no_longer_than_its_timeout_L38(env_th
         collector.shutdown()  # nothing new to wait for
     assert time.monotonic() - began < 5
     gate.open()
-    assert target.get(timeout=fakes.PATIENCE) is None
+    items = list(iter(lambda: target.get(timeout=fakes.PATIENCE), None))
+    assert fakes.texts(row for batch in items for row in batch.unbind(0)) in ([], ["q0#0"])
     assert collector.join(fakes.PATIENCE)
+    assert target.empty()
     assert_settled(collector.stats())
 
 
@@ -893,17 +897,19 @@ def test_a_constructor_that_failed_leaves_nothing(recwarn: pytest.WarningsRecord
 
 
 def test_what_was_given_stays_open_and_what_was_built_is_closed() -> None:
-    given, built = ScriptedEnv(), []
+    closed: list[str] = []
+    given = ScriptedEnv(on_close=lambda: closed.append("given"))
 
     def make_env() -> ScriptedEnv:
-        built.append(ScriptedEnv())
-        return built[-1]
+        return ScriptedEnv(on_close=lambda: closed.append("built"))
 
-    with LLMCollector([given, make_env], echo, steps_per_batch=1) as collector:
+    def make_chat_env() -> EnvBase:
+        base = ScriptedEnv(on_close=lambda: closed.append("built, transformed"))
+        return TransformedEnv(base, StepCounter(max_steps=3))
+
+    with LLMCollector([given, make_env, make_chat_env], echo, steps_per_batch=1) as collector:
         next(collector)
-    assert not given.is_closed
-    assert [env.is_closed for env in built] == [True]
-    given.close()
+    assert sorted(closed) == ["built", "built, transformed"]
 
 
 SCRIPT = """

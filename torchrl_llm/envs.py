@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class Slot:
         self._primers = _take_over_primers(env)
         self._rewards = frozenset(env.reward_keys)
         self._in_call = threading.Lock()
+        self._closed = False
         self._ended = False
 
     @property
@@ -88,6 +90,7 @@ class Slot:
         assert self.constructor is not None
         self._close_env()
         self.env = self.constructor()
+        self._closed = False
         if check_env(self.env, self.env_id) != len(self.rows):
             raise ValueError(f"the constructor of env {self.env_id} now gives another batch size")
         self._primers = _take_over_primers(self.env)
@@ -103,10 +106,13 @@ class Slot:
                 self._in_call.release()
 
     def _close_env(self) -> None:
-        if self.constructor is None or self.env.is_closed:
+        if self.constructor is None or self._closed:
             return
+        self._closed = True
+        # TorchRL calls most environments closed from the beginning, so that is_closed says nothing.
+        options = {"raise_if_closed": False} if "raise_if_closed" in signature(self.env.close).parameters else {}
         try:
-            self.env.close()
+            self.env.close(**options)
         except Exception as error:
             # It is being given up anyway, and the others must still be closed.
             warnings.warn(

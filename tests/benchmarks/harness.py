@@ -10,6 +10,10 @@ import sys
 import warnings
 from pathlib import Path
 
+# One core for the engine, one for everything else: two OpenMP threads that wait for each other in every operation
+# come to a standstill when another process takes one of the cores, and then nothing can be compared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

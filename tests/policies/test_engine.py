@@ -361,12 +361,12 @@ def test_an_engine_in_its_own_process_gives_what_one_in_this_process_gives_and_s
 def test_a_shutdown_takes_requests_out_of_an_engine_in_its_own_process(mp_llm: Any) -> None:
     with LLMCollector(
         [ScriptedEnv(), ScriptedEnv()],
-        [text_policy(mp_llm, 4), text_policy(mp_llm, 480)],
+        [text_policy(mp_llm, 480), text_policy(mp_llm, 4)],
         steps_per_batch=1,
         route="paired",
     ) as collector:
-        next(collector)
-        assert mp_llm.llm_engine.get_num_unfinished_requests() == 2
+        assert next(collector)["collector", "env_id"].tolist() == [1]
+        assert mp_llm.llm_engine.get_num_unfinished_requests() == 1
     assert mp_llm.llm_engine.get_num_unfinished_requests() == 0
     assert mp_llm.generate(["hello"], use_tqdm=False)[0].outputs[0].token_ids
 

@@ -7,25 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from dialogs import chat_env, check_dialog, raw_log_probs
 from models import load_tokenizer
-from tensordict import TensorDictBase
-from torchrl.data.llm import History
-from torchrl.envs import EnvBase, StepCounter, Transform
+from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv, LLMEnv
 from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import LLMCollector, PolicyError, split_trajectories
-
-
-class Feedback(Transform):
-    """Says FEEDBACK after every answer."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        prompt = next_tensordict["history"].prompt
-        message = torch.stack([History(role="user", content="FEEDBACK")] * prompt.batch_size[0])
-        next_tensordict["history"].prompt = prompt.append(message, inplace=False, dim=-1)
-        return next_tensordict
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +34,6 @@ def make_policy(model: Any, tiny_model: str) -> Callable[..., TransformersWrappe
         )
 
     return make
-
-
-def chat_env(turns: int) -> EnvBase:
-    data = [{"query": [f"question {'long ' * n}{n}"]} for n in range(5)]
-    env = ChatEnv.from_dataloader(data, batch_size=(1,)).append_transform(Feedback())
-    return env.append_transform(StepCounter(max_steps=turns))
-
-
-def raw_log_probs(model: Any, prompt: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(full[None]).logits[0].float()
-    start = len(prompt)
-    return torch.log_softmax(logits, -1)[start - 1 : -1].gather(1, full[start:, None])[:, 0]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -83,16 +59,7 @@ def test_prompts_keep_the_sampled_ids_and_masks_mark_exactly_them(
     with LLMCollector(lambda: chat_env(3), policy, num_envs=2, trajectories_per_batch=2, total_steps=6) as collector:
         batch = next(collector)
     for trajectory in split_trajectories(batch):
-        before: list[int] = []
-        sampled: list[bool] = []
-        for turn in trajectory.unbind(0):
-            prompt, response = turn["tokens", "prompt"].tolist(), turn["tokens", "response"].tolist()
-            assert prompt[: len(before)] == before
-            sampled += [False] * (len(prompt) - len(sampled)) + [True] * len(response)
-            assert turn["masks", "all_assistant_mask"].tolist() == sampled
-            before = turn["tokens", "full"].tolist()
-            assert before == prompt + response
-        assert "FEEDBACK" in turn["text", "prompt"]
+        check_dialog(trajectory)
 
 
 def test_greedy_ids_are_the_models_own_whatever_shares_the_batch(

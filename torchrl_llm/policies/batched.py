@@ -39,6 +39,7 @@ class BatchedRunner:
         self._failure: BaseException | None = None
         self._post = post
         self._batch_wait = options.batch_wait
+        self._max_batch = options.max_batch
         self._waiting: deque[tuple[Ticket, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -76,8 +77,7 @@ class BatchedRunner:
                 self._await_more()
                 if self._closing:
                     return
-                batch = list(self._waiting)
-                self._waiting.clear()
+                batch = self._take()
             self._run(batch)
 
     def _await_more(self) -> None:
@@ -85,6 +85,23 @@ class BatchedRunner:
         until = time.monotonic() + self._batch_wait
         while not self._closing and (left := until - time.monotonic()) > 0:
             self._changed.wait(left)
+
+    def _take(self) -> list[tuple[Ticket, Any]]:
+        """The next batch, out of what waits: the oldest request, and those that go best with it."""
+        waiting = list(self._waiting)
+        size = len(waiting) if self._max_batch is None else min(self._max_batch, len(waiting))
+        # Rows of like length need little padding, so the batch is a window of the requests by length.
+        by_length = sorted(range(len(waiting)), key=lambda index: self._length(waiting[index][1]))
+        oldest = by_length.index(0)
+        start = min(max(0, oldest - size // 2), len(waiting) - size)
+        taken = by_length[start : start + size]
+        left = set(range(len(waiting))) - set(taken)
+        self._waiting = deque(waiting[index] for index in sorted(left))
+        return [waiting[index] for index in taken]
+
+    def _length(self, request: Any) -> int:
+        """Tokens in a request's prompt, where the runner knows them."""
+        return 0
 
     def _run(self, batch: list[tuple[Ticket, Any]]) -> None:
         tickets = [ticket for ticket, _ in batch]

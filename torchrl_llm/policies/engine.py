@@ -11,6 +11,7 @@ The thread lives while somebody holds the engine by :func:`acquire`, and ends wi
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 import weakref
@@ -19,6 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 Callback = Callable[[Any, Exception | None], None]
+
+# How often a wait for an engine in its own process looks whether that process is alive.
+DEATH_POLL_SECONDS = 0.5
 
 _engines: weakref.WeakKeyDictionary[Any, EngineThread] = weakref.WeakKeyDictionary()
 _engines_lock = threading.Lock()
@@ -129,6 +133,7 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
+            self._await_output()
             outputs = self._engine.step()
         except Exception as error:
             self._die(error)
@@ -138,6 +143,17 @@ class EngineThread:
                 callback = self._callbacks.pop(output.request_id, None)
                 if callback is not None:
                     callback(output, None)
+
+    def _await_output(self) -> None:
+        """Waits for what ``step`` would wait for without end if the engine's process were killed meanwhile."""
+        core = getattr(self._engine, "engine_core", None)
+        outputs = getattr(core, "outputs_queue", None)
+        if not isinstance(outputs, queue.Queue):
+            return  # an engine in this process
+        with outputs.not_empty:
+            while not outputs.queue:
+                core.ensure_alive()
+                outputs.not_empty.wait(DEATH_POLL_SECONDS)
 
     def _die(self, error: Exception) -> None:
         """An engine that raised in ``step`` cannot go on: all that is in flight, and all that comes, gets its error."""

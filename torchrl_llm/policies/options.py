@@ -17,8 +17,12 @@ class RunnerOptions:
         batch_wait: seconds that a batched policy waits for more requests after the first; 0 (default) takes what is
             there. For policies that are called on batches.
 
+        max_batch: rows in a call of a batched policy at most; ``None`` (default) for all that wait. With
+            ``TransformersWrapper`` the rows of a call are of like prompt length, which saves padding; the oldest
+            request is always among them.
+
     Raises:
-        ValueError: if ``batch_wait`` is negative.
+        ValueError: if ``batch_wait`` is negative, or ``max_batch`` is no int of at least 1.
 
     Examples:
         >>> def policy(td):
@@ -30,10 +34,13 @@ class RunnerOptions:
     policy: Any = None
     retokenize: bool = False
     batch_wait: float = 0.0
+    max_batch: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch_wait, (int, float)) or self.batch_wait < 0:
             raise ValueError(f"batch_wait={self.batch_wait!r} is not allowed: pass seconds, at least 0")
+        if self.max_batch is not None and (not isinstance(self.max_batch, int) or self.max_batch < 1):
+            raise ValueError(f"max_batch={self.max_batch!r} is not allowed: pass an int of at least 1, or None")
 
 
 DEFAULT_OPTIONS = RunnerOptions()

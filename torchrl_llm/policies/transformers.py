@@ -55,6 +55,9 @@ class TransformersRunner(BatchedRunner):
         """See :meth:`Runner.prepare`."""
         return self._prompts(observation, carry)
 
+    def _length(self, request: Prompt) -> int:
+        return len(request.token_ids)
+
     def _respond(self, tickets: list[Ticket], requests: list[Any]) -> list[Response]:
         prompts: list[Prompt] = requests
         responses = []
@@ -93,12 +96,12 @@ class TransformersRunner(BatchedRunner):
         completions = []
         for row, prompt in enumerate(prompts):
             tokens = sampled[row].tolist()
-            length, reason = self._length(tokens, len(prompt.token_ids))
+            length, reason = self._ending(tokens, len(prompt.token_ids))
             scores = None if log_probs is None else log_probs[row, :length].cpu()
             completions.append(Completion(tokens[:length], scores, finish_reason=reason))
         return completions
 
-    def _length(self, tokens: list[int], prompt_length: int) -> tuple[int, str]:
+    def _ending(self, tokens: list[int], prompt_length: int) -> tuple[int, str]:
         """How many of a row's tokens were sampled before it ended (what follows is padding), and why it did."""
         for position, token in enumerate(tokens):
             if token in self._stop_ids:
