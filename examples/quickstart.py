@@ -36,9 +36,7 @@ from torchrl_llm import LLMCollector
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help=f"local folder or hub name (default: {DEFAULT_MODEL})")
     parser.add_argument("--engine", choices=("auto", "transformers", "vllm"), default="auto")
     parser.add_argument("--turns", type=int, default=48, help="turns to collect")
@@ -52,9 +50,7 @@ def make_env(seed: int, tokenizer: PreTrainedTokenizerBase) -> CountdownEnv:
     return CountdownEnv(seed=seed, tokenizer=tokenizer)
 
 
-def make_policy(
-    engine: str, folder: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> TensorDictModuleBase:
+def make_policy(engine: str, folder: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> TensorDictModuleBase:
     if engine == "vllm":
         from torchrl.modules.llm import vLLMWrapper
         from vllm import LLM
@@ -80,10 +76,14 @@ def make_policy(
     )
 
 
+def reward_of(turn: TensorDictBase) -> float:
+    return turn["next", "reward"].sum().item()
+
+
 def show(turn: TensorDictBase) -> None:
     history = turn["history"].full
-    reward = turn["next", "reward"].sum().item()
-    print(f"\n--- trajectory {turn['collector', 'traj_ids'].item()}, reward {reward:.1f}")
+    identity, reason = turn["collector", "traj_ids"].item(), turn["collector", "finish_reason"]
+    print(f"\n--- trajectory {identity}, reward {reward_of(turn):.1f}, {reason}")
     for role, content in zip(history.role, history.content, strict=True):
         if role != "system":  # it is the same in all of them
             print(f"{role}: {content.strip()}")
@@ -112,14 +112,18 @@ def main() -> None:
         for batch in collector:
             turns.extend(batch.unbind(0))
             bar.update(len(batch))
-            bar.set_postfix(reward=f"{sum(t['next', 'reward'].sum().item() for t in turns) / len(turns):.3f}")
+            bar.set_postfix(reward=f"{sum(map(reward_of, turns)) / len(turns):.3f}")
     seconds = time.perf_counter() - start
 
-    for turn in turns[: args.show]:
+    for turn in sorted(turns, key=reward_of, reverse=True)[: args.show]:
         show(turn)
     tokens = sum(turn["tokens", "response"].numel() for turn in turns)
-    print(f"\n{len(turns)} turns, {tokens} response tokens, {tokens / seconds:.0f} tokens/s")
-    print(collector.stats())
+    print(f"\n{len(turns)} turns, {tokens} response tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens/s")
+    books = collector.stats()
+    print(
+        f"{books['launched']} trajectories begun = {books['delivered']} delivered + {books['recorded']} recorded "
+        f"{books['recorded_by_reason'] or ''}+ {books['in_flight']} in flight"
+    )
 
 
 if __name__ == "__main__":

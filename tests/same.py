@@ -13,9 +13,7 @@ def assert_same(expected: Any, given: Any, where: str = "output") -> None:
     """Fails, naming the place, where ``given`` differs from ``expected`` in anything that a reader can see."""
     assert type(given) is type(expected), f"{where}: {type(given)} instead of {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(
-            given, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}"
-        )
+        torch.testing.assert_close(given, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}")
         assert given.layout == expected.layout and given.is_nested == expected.is_nested, where
     elif not is_tensor_collection(expected):
         assert given == expected, f"{where}: {given!r} instead of {expected!r}"

@@ -91,6 +91,8 @@ def tokens_prompt(tokens: torch.Tensor, carry: Carry | None, padding_value: int 
         padding_value: the id that is padding.
         keep_padding: whether the turn shows the ids with their padding.
     """
+    if tokens.ndim != 1:
+        raise ValueError(f"a row's tokens must have shape (T,), and these have {tuple(tokens.shape)}")
     # Ids that were sampled before are no padding, whatever their value.
     known = 0
     if carry is not None and tokens.numel() >= len(carry.token_ids):

@@ -45,6 +45,7 @@ class ContinuousRunner:
             text_tokenizer=policy.model.get_tokenizer(),
             retokenize=options.retokenize,
         )
+        self._tokenizer = self._prompts.tokenizer
         self._params = _engine_params(policy.sampling_params)
         self._in_flight: set[str] = set()
         self._lock = threading.Lock()
@@ -68,13 +69,17 @@ class ContinuousRunner:
 
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`. The engine itself ends when nobody holds its ``vllm.LLM`` any more."""
+        if self.policy is None:
+            return []
         if self._engine.dead is None:
             with self._lock:
                 self._engine.abort(list(self._in_flight))
                 self._in_flight.clear()
         # A dead engine's thread has answers on its way, which a rollout that goes on without it still needs.
         busy = self._engine.release(deadline)
+        # A closed runner that somebody still knows must not keep the engine alive.
         self.policy = None
+        del self._prompts
         return busy
 
     def _answer(self, ticket: Ticket, request: Prompt, request_id: str, output: Any, error: Exception | None) -> None:
@@ -89,7 +94,7 @@ class ContinuousRunner:
             return
         try:
             completion = completion_of(output)
-            row, carry = build_row(policy, request, completion, self._prompts.tokenizer)
+            row, carry = build_row(policy, request, completion, self._tokenizer)
         except Exception as failure:
             self._post(Response(ticket, error=failure))
             return
