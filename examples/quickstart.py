@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import os
 
+# A core is left to the environments: with a thread on every core, the threads wait for each other in every operation.
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
 # Settings of vLLM on a CPU, read at its import; the last one spares it 15 s of compiling a small function.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -55,13 +55,14 @@ class LLM:
     Args:
         tokenizer: the model's tokenizer.
         script: the finished output for a prompt's ids.
+        on_step: called before each step of the engine; it may raise.
     """
 
-    def __init__(self, tokenizer: Any, script: Script) -> None:
+    def __init__(self, tokenizer: Any, script: Script, on_step: Callable[[], None] = lambda: None) -> None:
         self._tokenizer = tokenizer
         self._script = script
         self.prompts: list[list[int]] = []
-        self.llm_engine = _Engine(self)
+        self.llm_engine = _Engine(self, on_step)
 
     def get_tokenizer(self) -> Any:
         return self._tokenizer
@@ -81,8 +82,9 @@ LLM.__module__ = "vllm.canned"  # vLLMWrapper tells what it was given by the cla
 class _Engine:
     """The calls of ``llm_engine`` that an engine thread makes."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, on_step: Callable[[], None]) -> None:
         self._answer = llm.answer
+        self._on_step = on_step
         self._waiting: list[RequestOutput] = []
         self.model_config = SimpleNamespace(max_model_len=100_000)
 
@@ -92,6 +94,7 @@ class _Engine:
         self._waiting.append(output)
 
     def step(self) -> list[RequestOutput]:
+        self._on_step()
         outputs, self._waiting = self._waiting, []
         return outputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
@@ -16,8 +16,10 @@ class Feedback(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         prompt = next_tensordict["history"].prompt
-        message = torch.stack([History(role="user", content="FEEDBACK")] * prompt.batch_size[0])
-        next_tensordict["history"].prompt = prompt.append(message, inplace=False, dim=-1)
+        message = History(role="user", content="FEEDBACK")
+        # Row by row: rows may be at different turns, and then have different numbers of messages.
+        rows = [row.append(message, inplace=False, dim=-1) for row in prompt.unbind(0)]
+        next_tensordict["history"].prompt = lazy_stack(rows)
         return next_tensordict
 
 

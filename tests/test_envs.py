@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import fakes
 import pytest
-import torch
 from fakes import WAYS, ScriptedEnv, assert_settled, chat_echo, chat_env, chats, echo, read_to_the_end
 from tensordict import TensorDict
 from torch.utils.data import DataLoader, IterableDataset
-from torchrl.envs import Compose, EnvBase, StepCounter, TransformedEnv
+from torchrl.data.llm import History
+from torchrl.envs import Compose, EnvBase, InitTracker, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DataLoadingPrimer
 from torchrl.envs.llm.datasets.countdown import CountdownEnv
 
@@ -61,7 +60,7 @@ def collate(rows: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("count", [0, 1, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, 4])
 def test_a_generator_is_read_once_and_nothing_is_lost_L23(batch_size: int, count: int) -> None:
     names = [f"q{i}" for i in range(count)]
     collector = LLMCollector(
@@ -84,7 +83,6 @@ def test_a_data_loader_that_cannot_start_over_is_read_once_L23(dl_batch: int, ba
     data = Counted(7, again=False)
     loader = DataLoader(data, batch_size=dl_batch, collate_fn=collate)
     collector = LLMCollector(lambda: one_turn(loader, batch_size), chat_echo, steps_per_batch=3)
-    assert data.taken == []
     assert prompts_of(collector) == [f"q{i}" for i in range(7)] == data.taken
 
 
@@ -107,18 +105,14 @@ def test_a_data_loader_over_a_data_set_is_read_again_and_again_L24() -> None:
     assert prompts_of(collector) == ["q0", "q1", "q2", "q0", "q1", "q2", "q0", "q1"]
 
 
-def test_empty_data_that_could_start_over_end_at_once() -> None:
-    assert prompts_of(LLMCollector(lambda: one_turn([]), chat_echo, steps_per_batch=1)) == []
-
-
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_building_the_collector_takes_no_prompt_L25(batch_size: int) -> None:
     data = Counted(100, again=True)
     loader = DataLoader(data, batch_size=1, collate_fn=collate)
-    collector = LLMCollector(
-        lambda: one_turn(loader, batch_size), chat_echo, steps_per_batch=2, total_steps=6
-    )
-    assert data.taken == []
+    env = one_turn(loader, batch_size)
+    assert data.taken == ["q0"]  # TorchRL's primer looks at an item to learn its keys, and keeps it
+    collector = LLMCollector(env, chat_echo, steps_per_batch=2, total_steps=6)
+    assert data.taken == ["q0"]
     assert prompts_of(collector) == [f"q{i}" for i in range(6)]
     assert data.taken == [f"q{i}" for i in range(6)]
 
@@ -156,7 +150,8 @@ def test_repeats_in_the_data_are_kept_together() -> None:
 def test_the_primer_is_found_however_deep_it_is() -> None:
     def make_env() -> EnvBase:
         primer = DataLoadingPrimer(dataloader=iter(queries("q0", "q1")), batch_size=(1,))
-        return TransformedEnv(ChatEnv(batch_size=(1,)), Compose(Compose(primer), StepCounter(max_steps=1)))
+        env = TransformedEnv(ChatEnv(batch_size=(1,)), Compose(RewardSum(), primer))
+        return TransformedEnv(TransformedEnv(env, InitTracker()), StepCounter(max_steps=1))
 
     assert prompts_of(LLMCollector(make_env, chat_echo, steps_per_batch=1)) == ["q0", "q1"]
 
@@ -234,29 +229,30 @@ def test_a_reset_of_one_row_leaves_the_step_counts_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_countdown_gives_the_reward_of_the_answer(num_envs: int, tokenizer: Any) -> None:
+def test_countdown_rewards_each_answer_to_its_own_problem(num_envs: int, tokenizer: Any) -> None:
+    def target(row: Any) -> int:
+        return int(row["answer"].split("=")[1].split(",")[0])
+
     def answer(td: Any) -> Any:
         for row in td.unbind(0):
-            target = row["answer"].split("=")[1].split(",")[0]
-            history = row["history"].prompt
-            content = f"<think>simple</think><answer>{target}</answer>"
-            reply = type(history)(role="assistant", content=content)
-            row["history"].full = history.append(reply, inplace=False, dim=-1)
+            prompt = row["history"].prompt
+            text = "<think>hm</think><answer>1</answer>" if target(row) % 2 else "no idea"
+            reply = History(role="assistant", content=text)
+            row["history"].full = prompt.append(reply, inplace=False, dim=-1)
             row["history"].response = reply.unsqueeze(0)
         return td
 
-    collector = LLMCollector(
-        lambda: CountdownEnv(tokenizer=tokenizer, num_envs=num_envs, seed=3), answer, steps_per_batch=3, total_steps=6
-    )
-    rows = [row for batch in collector for row in batch.unbind(0)]
-    assert len(rows) == 6
-    assert len({row["query"] for row in rows}) == 6
+    def make_env() -> EnvBase:
+        return CountdownEnv(tokenizer=tokenizer, num_envs=num_envs, seed=3)
+
+    rows = [
+        row for batch in LLMCollector(make_env, answer, steps_per_batch=3, total_steps=12) for row in batch.unbind(0)
+    ]
+    assert len({row["query"] for row in rows}) == 12
+    rewards = [pytest.approx(0.1) if target(row) % 2 else 0.0 for row in rows]
+    assert [float(row["next", "reward"]) for row in rows] == rewards
+    assert 0 < sum(target(row) % 2 for row in rows) < 12
     assert all(row["next", "done"].all() for row in rows)
-    assert all(torch.isfinite(row["next", "reward"]).all() for row in rows)
-    reference = CountdownEnv(tokenizer=tokenizer, num_envs=num_envs, seed=3)
-    expected = [reference.reset()["query"] for _ in range(6 // num_envs)]
-    flat = list(itertools.chain(*expected)) if num_envs > 1 else [q[0] if isinstance(q, list) else q for q in expected]
-    assert [row["query"] for row in rows] == [str(q) for q in itertools.chain.from_iterable([flat])]
 
 
 # What is no environment

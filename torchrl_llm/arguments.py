@@ -55,6 +55,17 @@ REPLACED = {
     "weight_updater": "weights come with a later release; leave it out",
     "weight_sync_schemes": "weights come with a later release; leave it out",
     "track_policy_version": "every turn has ('collector', 'policy_version'); leave it out",
+    "track_traj_ids": "every turn has ('collector', 'traj_ids'); leave it out",
+    "trajs_per_write": "use trajectories_per_batch=; a batch is written at once",
+    "num_collectors": "pass lists as env= and policy=, or num_envs=; one collector serves them all",
+    "sync": "slots are always asynchronous; leave it out",
+    "pre_collect_hook": "turns are collected all the time, not batch by batch; use collector.pause() to act at rest",
+    "post_collect_hook": "use postproc=, or set collector.post_collect_hook",
+    "auto_register_policy_transforms": "append the transforms to the environment",
+    "compact_obs": "every turn has its observation and the next one; leave it out",
+    "weight_recv_schemes": "weights come with a later release; leave it out",
+    "backend_options": "backend='ray' comes with a later release; leave it out",
+    "worker_idx": "leave it out; turns have ('collector', 'env_id') and ('collector', 'policy_id')",
     "verbose": "use logging.getLogger('torchrl_llm') and collector.stats()",
 }
 LATER = ("groups_per_batch", "max_policy_lag", "seed")

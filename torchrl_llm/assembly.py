@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torchrl.modules.llm.policies import LLMWrapperBase
+
 from torchrl_llm.arguments import Source
 from torchrl_llm.bridge import make_bridge
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, EnvError, PolicyError
 from torchrl_llm.policies.options import RunnerOptions
-from torchrl_llm.policies.pool import PolicyPool
+from torchrl_llm.policies.pool import PolicyPool, check_wrapper
 from torchrl_llm.policies.runner import Post
 
 CLOSE_SECONDS = 5.0
@@ -54,6 +56,8 @@ def build_policies(sources: list[Source], options: list[RunnerOptions], slots: l
         for index, policy in enumerate(policies):
             if not callable(policy):
                 raise PolicyError(f"the constructor of policy {index} returned {type(policy).__name__}, not a callable")
+            if isinstance(policy, LLMWrapperBase):
+                check_wrapper(policy)
         for slot in slots:
             slot.bridges = [make_bridge(slot.env, policy) for policy in policies]
         pool = PolicyPool(policies, [constructor for constructor, _ in sources], options, post)

@@ -21,8 +21,8 @@ from inspect import signature
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
-from torchrl.envs import EnvBase, TransformedEnv
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
+from torchrl.envs import EnvBase
 from torchrl.envs.llm import DataLoadingPrimer
 
 from torchrl_llm.batches import Trajectory
@@ -199,7 +199,7 @@ class Slot:
         observation = shallow_copy(row.observation)
         for key in following.keys():
             if key not in self._rewards:
-                merge_entry(observation, key, following.get(key))
+                merge_entry(observation, key, _own_container(following.get(key)))
         return observation
 
 
@@ -224,19 +224,25 @@ def _unstack(td: TensorDictBase, env: EnvBase) -> list[TensorDictBase]:
     return list(td.tensordicts if isinstance(td, LazyStackedTensorDict) and td.stack_dim == 0 else td.unbind(0))
 
 
+def _own_container(value: Any) -> Any:
+    """A container of its own with the very entries of ``value``: a reader may set entries of a delivered turn."""
+    if type(value) is TensorDict:
+        return shallow_copy(value)
+    if isinstance(value, TensorClass) and type(value._tensordict) is TensorDict and not is_non_tensor(value):
+        return type(value)._from_tensordict(shallow_copy(value._tensordict), dict(value._non_tensordict))
+    return value
+
+
 def _take_over_primers(env: EnvBase) -> list[DataLoadingPrimer]:
     """Finds the environment's data primers and lets each end when its data do.
 
     TorchRL's ``DataLoadingPrimer`` starts a loader over for ever; on one that cannot start over (a generator) it spins
     without end. A loader that is its own iterator is thus read once, any other again and again, as in TorchRL.
     """
-    primers = []
-    if isinstance(env, TransformedEnv):
-        for transform in env.transform if hasattr(env.transform, "__iter__") else [env.transform]:
-            if isinstance(transform, DataLoadingPrimer):
-                if not isinstance(transform.endless_dataloader, _Data):
-                    transform.endless_dataloader = _Data(transform.dataloader, transform.endless_dataloader)
-                primers.append(transform)
+    primers = [module for module in env.modules() if isinstance(module, DataLoadingPrimer)]
+    for primer in primers:
+        if not isinstance(primer.endless_dataloader, _Data):
+            primer.endless_dataloader = _Data(primer.dataloader, primer.endless_dataloader)
     return primers
 
 
@@ -250,7 +256,9 @@ class _Data:
 
     def __init__(self, loader: Iterable[Any], started: Any) -> None:
         self._loader = loader
-        # The pass that TorchRL's `yield from` has begun goes on here, so that no item is skipped or repeated.
+        # The pass that TorchRL's `yield from` has begun goes on here, so that no item is skipped or repeated. The
+        # generator is kept: its end would close a generator that it reads.
+        self._started = started
         under_way = getattr(started, "gi_yieldfrom", None)
         self._pass: Iterator[Any] = iter(loader) if under_way is None else under_way
         self.epoch = 0

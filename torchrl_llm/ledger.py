@@ -21,8 +21,8 @@ class Ledger:
 
     Examples:
         >>> ledger = Ledger()
-        >>> ledger.launch(0)
-        ... ledger.launch(1)
+        >>> for trajectory in (0, 1):
+        ...     ledger.launch(trajectory)
         >>> ledger.finish_turn(prompt_tokens=3, response_tokens=5)
         >>> ledger.deliver(turns=1, ended=[0])
         >>> ledger.record(1, "failed")

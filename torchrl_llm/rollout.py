@@ -313,9 +313,9 @@ class Rollout:
         if not done:
             row.observation = slot.next_observation(row, data)
             problem = self._prepare(slot, row, carry=row.carry)
-            if isinstance(problem, PromptTooLong):
-                _truncate(data)
-                done = True
+        truncated = isinstance(problem, PromptTooLong)
+        done = done or truncated
+        _say_whether_truncated(data, truncated)
         self._ledger.finish_turn(*row.tokens)
         self._batcher.add(Turn(trajectory, step, data, done, row.version, row.version_end, row.finish_reason))
         if done or not self._batcher.whole_trajectories:
@@ -327,10 +327,11 @@ class Rollout:
             self._failures.prompt_failed(slot, row, problem)
 
 
-def _truncate(turn: TensorDictBase) -> None:
-    """Marks a turn as the last of a trajectory whose next prompt does not fit into the context."""
+def _say_whether_truncated(turn: TensorDictBase, truncated: bool) -> None:
+    """Gives each turn ``("next", "truncated")``, and ends the trajectory of one whose next prompt is too long."""
     following: Any = turn.get("next")
-    for key in ("done", "truncated"):
-        old = following.get(key, None)
-        shape = following.get("done").shape if old is None else old.shape
-        following.set(key, torch.ones(shape, dtype=torch.bool))
+    if truncated:
+        following.set("done", torch.ones_like(following.get("done")))
+        following.set("truncated", torch.ones_like(following.get("done")))
+    elif following.get("truncated", None) is None:
+        following.set("truncated", torch.zeros_like(following.get("done")))

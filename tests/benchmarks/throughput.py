@@ -36,7 +36,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import models
@@ -62,6 +62,9 @@ def parse_args() -> argparse.Namespace:
         "--model", help="tiny, smollm2, a local folder or a hub name (default: tiny; smollm2 for countdown)"
     )
     parser.add_argument("--slots", type=int, default=16, help="environments, and the engine's max_num_seqs")
+    parser.add_argument(
+        "--mode", choices=("history", "text"), default="history", help="of env and policy; text for lognormal only"
+    )
     parser.add_argument("--turns", type=int, help="turns per run (default: 128; 64 for countdown; 288 for tools)")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest response in the countdown scenario")
     parser.add_argument("--tool-seconds", type=float, default=0.3)
@@ -93,7 +96,7 @@ class Meter:
     def reset(self) -> None:
         """Forgets what was recorded."""
         self.requests: list[tuple[list[int], Any]] = []
-        self.tokens = 0
+        self.tokens = self.steps = 0
 
     def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine's method, with the length set."""
@@ -110,6 +113,7 @@ class Meter:
     def step(self) -> list[Any]:
         """The engine's method, counting."""
         outputs = self._step()
+        self.steps += 1
         for output in outputs:
             if output.finished:
                 length = len(output.outputs[0].token_ids)
@@ -211,7 +215,12 @@ class Scenario:
         """An environment of ``rows`` rows over the shared tasks."""
         if self.args.scenario == "countdown":
             return tasks.feed(self._countdown(rows))
-        env = ChatEnv.from_dataloader([{"query": ["?"] * rows}], batch_size=(rows,), input_mode="history")
+        env = ChatEnv.from_dataloader(
+            [{"query": ["?"] * rows}],
+            batch_size=(rows,),
+            input_mode=self.args.mode,
+            tokenizer=self.tokenizer,
+        )
         if self.args.scenario == "tools":
             env = env.append_transform(SlowTool(self.args.tool_seconds))
         return tasks.feed(env.append_transform(StepCounter(max_steps=self.turns_each)))
@@ -226,6 +235,19 @@ class Scenario:
         turn = self.seen[task] % self.turns_each
         self.seen[task] += 1
         return self.lengths[task][turn]
+
+
+class Run(NamedTuple):
+    """What one run of one path took."""
+
+    tokens: int
+    steps: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Response tokens per second."""
+        return self.tokens / self.seconds
 
 
 class Bench:
@@ -259,8 +281,8 @@ class Bench:
         self.policy = harness.vllm_policy(self.llm, tokenizer, "history", max_tokens=args.max_tokens, temperature=0.7)
         self.recorded: list[tuple[list[int], Any]] = []
 
-    def run(self, path: str, trajectories: int) -> tuple[int, float]:
-        """Runs one path over the first ``trajectories`` tasks; response tokens and seconds."""
+    def run(self, path: str, trajectories: int) -> Run:
+        """Runs one path over the first ``trajectories`` tasks."""
         gc.collect()
         self.llm.reset_prefix_cache()
         self.meter.reset()
@@ -270,7 +292,7 @@ class Bench:
             "LLMCollector": self._ours,
             "torchrl LLMCollector": self._torchrls,
         }[path](trajectories)
-        return self.meter.tokens, seconds
+        return Run(self.meter.tokens, self.meter.steps, seconds)
 
     def _generate(self, trajectories: int) -> float:
         """All that the collector asked for, at once."""
@@ -344,7 +366,7 @@ def measure(bench: Bench, paths: list[str], repeats: int) -> dict[str, Any]:
     bench.meter.cap = None
     bench.meter.natural.clear()
     bench.meter.length_of = bench._length_of
-    rounds: list[dict[str, tuple[int, float]]] = []
+    rounds: list[dict[str, Run]] = []
     for index in range(repeats):
         # Ours goes first in the first round, since it is its requests that llm.generate is given.
         first = (paths.index(ours) + index) % len(paths)
@@ -352,21 +374,21 @@ def measure(bench: Bench, paths: list[str], repeats: int) -> dict[str, Any]:
         rounds.append({path: bench.run(path, bench.scenario.trajectories) for path in order})
     rows = []
     for path in paths:
-        tokens, seconds = zip(*(result[path] for result in rounds), strict=True)
-        speeds = [t / s for t, s in zip(tokens, seconds, strict=True)]
+        runs = [result[path] for result in rounds]
         rows.append(
             {
                 "path": path,
                 "turns": bench.scenario.turns,
-                "tokens": round(statistics.median(tokens)),
-                "seconds": statistics.median(seconds),
-                "tokens/s": statistics.median(speeds),
-                "turns/s": statistics.median(bench.scenario.turns / s for s in seconds),
+                "tokens": round(statistics.median(run.tokens for run in runs)),
+                "engine steps": round(statistics.median(run.steps for run in runs)),
+                "seconds": statistics.median(run.seconds for run in runs),
+                "tokens/s": statistics.median(run.speed for run in runs),
+                "turns/s": statistics.median(bench.scenario.turns / run.seconds for run in runs),
             }
         )
 
     def ratio(one: str, other: str) -> list[float]:
-        return [(r[one][0] / r[one][1]) / (r[other][0] / r[other][1]) for r in rounds]
+        return [runs[one].speed / runs[other].speed for runs in rounds]
 
     result: dict[str, Any] = {"rows": rows}
     for other in paths:
@@ -384,6 +406,8 @@ def main() -> None:
     args.turns = args.turns or {"lognormal": 128, "countdown": 64, "tools": 288}[args.scenario]
     if args.engine_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    if args.mode == "text" and args.scenario != "lognormal":
+        raise SystemExit("--mode text is for --scenario lognormal")
     paths = [path for path in PATHS if not (args.no_torchrl and path.startswith("torchrl"))]
     bench = Bench(args)
     harness.quiet()
@@ -391,7 +415,9 @@ def main() -> None:
         result = measure(bench, paths, args.repeats)
     finally:
         bench.close()
-    settings = {key: getattr(args, key) for key in ("scenario", "model", "slots", "repeats", "seed", "engine_process")}
+    settings = {
+        key: getattr(args, key) for key in ("scenario", "model", "mode", "slots", "repeats", "seed", "engine_process")
+    }
     harness.report({**settings, **result} if args.json else result, args.json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -206,7 +207,7 @@ def test_llm_env_with_its_default_keys_in_text_mode_L83(vllm_llm: Any, tokenizer
         assert turn["next", "text"] == text_of(turn, "prompt") + text_of(turn, "response")
         ended = tokenizer.eos_token_id in turn["tokens_response"].tolist()
         assert turn["next", "done"].item() == ended
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         if not before["next", "done"]:
             assert text_of(after, "prompt") == before["next", "text"]
 
@@ -224,7 +225,7 @@ def test_llm_env_with_its_default_keys_in_tokens_mode_L83(vllm_llm: Any, tokeniz
         assert turn["tokens_response"].tolist() == turn["tokens"].response.tolist()
         assert turn["next", "tokens"].tolist() == turn["tokens"].full.tolist()
         assert turn["next", "attention_mask"].shape == turn["next", "tokens"].shape
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         if not before["next", "done"]:
             assert after["tokens"].prompt.tolist() == before["tokens"].full.tolist()
 

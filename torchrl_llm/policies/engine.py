@@ -50,7 +50,7 @@ class EngineThread:
 
     def __init__(self, llm: Any, after: EngineThread | None = None) -> None:
         self._engine = llm.llm_engine
-        self._after = None if after is None else after._thread
+        self._after: threading.Thread | None = None if after is None else after._thread
         self._ids = itertools.count()
         self._callbacks: dict[str, Callback] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -58,7 +58,9 @@ class EngineThread:
         self.holders = 0
         self.closed = False
         self.dead: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name=f"torchrl_llm-engine-{id(llm):x}", daemon=True)
+        self._thread: threading.Thread = threading.Thread(
+            target=self._work, name=f"torchrl_llm-engine-{id(llm):x}", daemon=True
+        )
         self._thread.start()
 
     def new_id(self) -> str:
@@ -146,7 +148,7 @@ class EngineThread:
 
     def _await_output(self) -> None:
         """Waits for what ``step`` would wait for without end if the engine's process were killed meanwhile."""
-        core = getattr(self._engine, "engine_core", None)
+        core: Any = getattr(self._engine, "engine_core", None)
         outputs = getattr(core, "outputs_queue", None)
         if not isinstance(outputs, queue.Queue):
             return  # an engine in this process
