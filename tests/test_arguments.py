@@ -17,6 +17,7 @@ from torchrl.envs import AsyncEnvPool
 from torchrl_llm import LLMCollector, arguments
 from torchrl_llm.batches import StepBatcher, TrajectoryBatcher
 
+
 @pytest.mark.parametrize("name", arguments.REPLACED)
 def test_an_argument_of_torchrl_that_makes_no_sense_here_says_what_to_do_instead(name: str) -> None:
     with pytest.raises(TypeError) as raised:

@@ -128,9 +128,7 @@ def test_a_step_batcher_gives_each_turn_once_and_in_order(events: list[Any], siz
 
 @settings(derandomize=True, deadline=None)
 @given(events=happenings, size=st.integers(1, 4))
-def test_a_trajectory_batcher_gives_whole_trajectories_in_the_order_of_their_ends(
-    events: list[Any], size: int
-) -> None:
+def test_a_trajectory_batcher_gives_whole_trajectories_in_the_order_of_their_ends(events: list[Any], size: int) -> None:
     script = TrajectoryScript(TrajectoryBatcher(size))
     script.play(events)
     rest = script.flushed()
@@ -216,5 +214,5 @@ def test_split_trajectories_takes_a_dense_batch_and_refuses_what_has_no_ids() ->
     rows = [Turn(Trajectory(i, 0, 0), 0, TensorDict(value=torch.tensor(i)), True).stamped() for i in (4, 2, 4)]
     dense = torch.stack([row.clone() for row in rows])
     assert [part["value"].tolist() for part in split_trajectories(dense)] == [[4, 4], [2]]
-    with pytest.raises(KeyError, match="traj_ids|collector"):
+    with pytest.raises(KeyError, match=r"traj_ids|collector"):
         split_trajectories(lazy_stack([TensorDict(value=torch.zeros(1))] * 2))

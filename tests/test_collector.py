@@ -15,12 +15,12 @@ from typing import Any
 import fakes
 import pytest
 import torch
-import torchrl_llm
 from fakes import WAYS, Gate, Policy, ScriptedEnv, assert_conserved, assert_settled, chat_echo, chat_env, chats, echo
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer
 
+import torchrl_llm
 from torchrl_llm import CollectorError, LLMCollector, PolicyError
 
 
@@ -33,9 +33,7 @@ def q(*numbers: int) -> list[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_four_ways_to_read_give_the_same_turns(way: str) -> None:
-    collector = LLMCollector(
-        lambda: chat_env(length=2), chat_echo, steps_per_batch=2, total_steps=5
-    )
+    collector = LLMCollector(lambda: chat_env(length=2), chat_echo, steps_per_batch=2, total_steps=5)
     outcome = fakes.read_to_the_end(collector, way)
     assert outcome.error is None
     assert chats(outcome.rows) == [
@@ -330,7 +328,9 @@ def test_stats_balance_at_every_moment_and_from_any_thread() -> None:
 
 def test_requests_in_flight_are_counted() -> None:
     gate = Gate()
-    collector = LLMCollector(ScriptedEnv, Policy(lambda call, texts: gate()), num_envs=3, steps_per_batch=3, total_steps=3)
+    collector = LLMCollector(
+        ScriptedEnv, Policy(lambda call, texts: gate()), num_envs=3, steps_per_batch=3, total_steps=3
+    )
     collector.start(queue.Queue())
     gate.wait()
     while collector.stats()["requests_in_flight"] < 3:
@@ -395,9 +395,11 @@ def test_a_collector_cannot_be_pickled_and_says_what_to_pickle_L50(state: str) -
     ids=["set_seed", "state_dict", "load_state_dict", "update_policy_weights_"],
 )
 def test_what_comes_later_says_so(call: Callable[[LLMCollector], Any]) -> None:
-    with LLMCollector(ScriptedEnv, echo, steps_per_batch=1) as collector:
-        with pytest.raises(NotImplementedError, match="comes with a later release"):
-            call(collector)
+    with (
+        LLMCollector(ScriptedEnv, echo, steps_per_batch=1) as collector,
+        pytest.raises(NotImplementedError, match="comes with a later release"),
+    ):
+        call(collector)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 
 import pytest
+
 import torchrl_llm
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(torchrl_llm.__path__, "torchrl_llm."))

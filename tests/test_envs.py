@@ -63,9 +63,7 @@ def collate(rows: list[dict[str, str]]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_a_generator_is_read_once_and_nothing_is_lost_L23(batch_size: int, count: int) -> None:
     names = [f"q{i}" for i in range(count)]
-    collector = LLMCollector(
-        lambda: one_turn((q for q in queries(*names)), batch_size), chat_echo, steps_per_batch=2
-    )
+    collector = LLMCollector(lambda: one_turn((q for q in queries(*names)), batch_size), chat_echo, steps_per_batch=2)
     assert prompts_of(collector) == names
 
 
@@ -87,9 +85,7 @@ def test_a_data_loader_that_cannot_start_over_is_read_once_L23(dl_batch: int, ba
 
 
 def test_a_list_is_read_again_and_again_L24() -> None:
-    collector = LLMCollector(
-        lambda: one_turn(queries("q0", "q1", "q2")), chat_echo, steps_per_batch=3, total_steps=7
-    )
+    collector = LLMCollector(lambda: one_turn(queries("q0", "q1", "q2")), chat_echo, steps_per_batch=3, total_steps=7)
     assert prompts_of(collector) == ["q0", "q1", "q2", "q0", "q1", "q2", "q0"]
 
 
@@ -224,7 +220,8 @@ def test_a_reset_of_one_row_leaves_the_step_counts_of_the_others() -> None:
 
     collector = LLMCollector(make_env, chat_echo, steps_per_batch=6, total_steps=6)
     [batch] = collector
-    found = [(chat[0], int(row["step_count"])) for row, chat in zip(batch.unbind(0), chats(batch.unbind(0)))]
+    rows = batch.unbind(0)
+    found = [(chat[0], int(row["step_count"])) for row, chat in zip(rows, chats(rows), strict=True)]
     assert found == [("q0", 0), ("q1", 0), ("q2", 0), ("q1", 1), ("q2", 1), ("q1", 2)]
 
 
@@ -263,7 +260,10 @@ def test_countdown_rewards_each_answer_to_its_own_problem(num_envs: int, tokeniz
     [
         (lambda: None, "the env constructor returned NoneType, an EnvBase is needed (slot 0)"),
         (lambda: TensorDict(), "the env constructor returned TensorDict, an EnvBase is needed (slot 0)"),
-        (lambda: ScriptedEnv(batch_size=(2, 2)), "the env has batch_size=(2, 2); allowed are (), (1,) and (B,) (slot 0)"),
+        (
+            lambda: ScriptedEnv(batch_size=(2, 2)),
+            "the env has batch_size=(2, 2); allowed are (), (1,) and (B,) (slot 0)",
+        ),
         (lambda: ScriptedEnv(batch_size=(0,)), "the env has batch_size=(0,); it must have a row (slot 0)"),
     ],
 )

@@ -498,9 +498,7 @@ def test_a_collector_that_was_never_read_shuts_down() -> None:
 @pytest.mark.parametrize("env_threads", [0, 1])
 def test_a_hung_env_step_holds_up_shutdown_no_longer_than_its_timeout_L38(env_threads: int) -> None:
     gate = Gate()
-    collector = LLMCollector(
-        lambda: ScriptedEnv(on_step=gate), echo, steps_per_batch=1, env_threads=env_threads
-    )
+    collector = LLMCollector(lambda: ScriptedEnv(on_step=gate), echo, steps_per_batch=1, env_threads=env_threads)
     target: queue.Queue[Any] = queue.Queue()
     collector.start(target)
     gate.wait()
@@ -571,7 +569,6 @@ def test_a_shutdown_from_a_postproc_ends_the_collection() -> None:
     assert_settled(collector.stats())
     with pytest.raises(CollectorError, match="was shut down"):
         next(collector)
-    del collector, stop  # its threads are gone already
 
 
 def test_a_shutdown_from_a_postproc_ends_a_started_collection() -> None:
@@ -749,7 +746,7 @@ def test_a_queue_that_does_not_take_the_end_is_an_error() -> None:
 
     collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=2)
     collector.start(NoEnd())
-    with pytest.raises(CollectorError, match="the queue does not take the None.*ConnectionError"):
+    with pytest.raises(CollectorError, match=r"the queue does not take the None.*ConnectionError"):
         collector.join(fakes.PATIENCE)
     stats = collector.stats()
     assert_settled(stats)
@@ -827,9 +824,7 @@ def test_two_collectors_share_a_buffer_and_mix_nothing_up_L08() -> None:
 
 def test_sampling_before_the_first_write_is_a_clear_error_and_no_end_L09() -> None:
     gate = Gate()
-    collector = LLMCollector(
-        ScriptedEnv, Policy(lambda call, texts: gate()), steps_per_batch=1, total_steps=2
-    )
+    collector = LLMCollector(ScriptedEnv, Policy(lambda call, texts: gate()), steps_per_batch=1, total_steps=2)
     buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=2)
     collector.start(buffer)
     gate.wait()

@@ -203,9 +203,12 @@ def test_one_row_of_an_env_that_the_policy_fails_does_not_disturb_the_others() -
 
 
 def test_only_the_env_that_failed_is_rebuilt() -> None:
-    good, bad = Factory(lambda: ScriptedEnv(fakes.numbered("good"))), Factory(
-        lambda: ScriptedEnv(on_step=fakes.raise_at(0, ValueError("boom"))),
-        lambda: ScriptedEnv(fakes.numbered("better")),
+    good, bad = (
+        Factory(lambda: ScriptedEnv(fakes.numbered("good"))),
+        Factory(
+            lambda: ScriptedEnv(on_step=fakes.raise_at(0, ValueError("boom"))),
+            lambda: ScriptedEnv(fakes.numbered("better")),
+        ),
     )
     collector = LLMCollector([good, bad], echo, steps_per_batch=4, total_steps=4, on_error="restart")
     [batch] = collector

@@ -20,7 +20,6 @@ from tensordict.nn import TensorDictModule
 
 from torchrl_llm import CollectorError, EnvError, LLMCollector, PolicyError, split_trajectories
 
-
 # Raise it to look for rare orders of events.
 EXAMPLES = int(os.environ.get("TORCHRL_LLM_EXAMPLES", "60"))
 
@@ -164,9 +163,7 @@ def test_a_function_a_module_and_a_class_are_policies() -> None:
         def forward(self, td: TensorDictBase) -> TensorDictBase:
             return echo(td)
 
-    module = TensorDictModule(
-        lambda text: ["m:" + t for t in text], in_keys=["text"], out_keys=["answer"]
-    )
+    module = TensorDictModule(lambda text: ["m:" + t for t in text], in_keys=["text"], out_keys=["answer"])
     for policy, answer in ((echo, "a:q0#0"), (Upper, "Q0#0"), (Answers(), "a:q0#0"), (module, "m:q0#0")):
         with LLMCollector(ScriptedEnv, policy, steps_per_batch=1) as collector:
             assert next(collector)["answer"] == [answer]
@@ -222,9 +219,7 @@ def test_building_a_collector_takes_no_prompt_and_the_first_is_collected_first_L
             taken.append(prompt)
             yield prompt
 
-    collector = LLMCollector(
-        lambda: ScriptedEnv(prompts(), batch_size=(2,)), echo, steps_per_batch=2, total_steps=6
-    )
+    collector = LLMCollector(lambda: ScriptedEnv(prompts(), batch_size=(2,)), echo, steps_per_batch=2, total_steps=6)
     assert taken == []
     rows = [row for batch in collector for row in batch.unbind(0)]
     assert fakes.texts(rows) == [f"q{i}#0" for i in range(6)]
@@ -238,9 +233,7 @@ def test_two_policies_run_at_the_same_time() -> None:
         together.wait(fakes.PATIENCE)
 
     policies = [Policy(meet, name="0"), Policy(meet, name="1")]
-    collector = LLMCollector(
-        ScriptedEnv, policies, num_envs=2, route="paired", steps_per_batch=2, total_steps=8
-    )
+    collector = LLMCollector(ScriptedEnv, policies, num_envs=2, route="paired", steps_per_batch=2, total_steps=8)
     rows = [row for batch in collector for row in batch.unbind(0)]
     assert Counter(fakes.ids(rows, "policy_id")) == {0: 4, 1: 4}
     assert not policies[0].threads & policies[1].threads
@@ -326,9 +319,7 @@ def test_env_steps_that_wait_for_a_thread_are_given_up_at_shutdown() -> None:
         stepped.append(texts)
         gate()
 
-    collector = LLMCollector(
-        lambda: ScriptedEnv(on_step=on_step), echo, num_envs=4, steps_per_batch=1, env_threads=1
-    )
+    collector = LLMCollector(lambda: ScriptedEnv(on_step=on_step), echo, num_envs=4, steps_per_batch=1, env_threads=1)
     collector.start(queue.Queue())
     gate.wait()
     with pytest.warns(RuntimeWarning, match="torchrl_llm-env-0"):
@@ -382,9 +373,7 @@ def test_no_turn_is_begun_that_nobody_will_read(num_envs: int) -> None:
 
 
 def test_the_last_trajectory_is_not_cut_by_total_steps() -> None:
-    collector = LLMCollector(
-        lambda: ScriptedEnv(length=3), echo, trajectories_per_batch=2, total_steps=7
-    )
+    collector = LLMCollector(lambda: ScriptedEnv(length=3), echo, trajectories_per_batch=2, total_steps=7)
     assert [len(batch) for batch in collector] == [6, 3]
     stats = collector.stats()
     assert_settled(stats)
@@ -428,9 +417,7 @@ def test_the_last_turns_of_dialogs_can_be_kept_alone_L18() -> None:
 
 def test_a_trajectory_stays_with_its_policy_and_loads_are_even() -> None:
     policies = [Policy(name=str(i)) for i in range(3)]
-    collector = LLMCollector(
-        lambda: ScriptedEnv(length=by_prompt), policies, num_envs=6, trajectories_per_batch=6
-    )
+    collector = LLMCollector(lambda: ScriptedEnv(length=by_prompt), policies, num_envs=6, trajectories_per_batch=6)
     rows = collect(collector, 60)
     owners: dict[int, set[int]] = {}
     for row in rows:
@@ -447,9 +434,7 @@ def test_a_route_sees_how_many_trajectories_each_policy_has() -> None:
         seen.append((env_id, tuple(loads)))
         return env_id
 
-    with LLMCollector(
-        ScriptedEnv, [Policy(), Policy()], num_envs=2, route=route, steps_per_batch=1
-    ) as collector:
+    with LLMCollector(ScriptedEnv, [Policy(), Policy()], num_envs=2, route=route, steps_per_batch=1) as collector:
         for _ in range(6):
             row = next(collector)[0]
             assert int(row["collector", "policy_id"]) == int(row["collector", "env_id"])
@@ -478,9 +463,7 @@ def test_a_route_that_gives_no_policy_is_an_error(route: Any, message: str) -> N
 
 def test_a_route_that_fails_later_loses_no_finished_turn() -> None:
     route = fakes.raise_at(3, ZeroDivisionError("no policy"))
-    collector = LLMCollector(
-        ScriptedEnv, echo, route=lambda env_id, loads: route() or 0, steps_per_batch=5
-    )
+    collector = LLMCollector(ScriptedEnv, echo, route=lambda env_id, loads: route() or 0, steps_per_batch=5)
     outcome = fakes.read_to_the_end(collector, "loop")
     assert outcome.texts == ["q0#0", "q1#0", "q2#0"]
     assert "route failed: ZeroDivisionError: no policy" in str(outcome.error)

@@ -58,6 +58,6 @@ def test_paired_needs_lists_of_the_same_length(envs: int, policies: int) -> None
     ("route", "error"), [("random", ValueError), ("", ValueError), (None, TypeError), (0, TypeError), ([1], TypeError)]
 )
 def test_any_other_route_is_refused_and_the_choices_are_named(route: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="least_loaded.*sticky.*paired.*callable") as raised:
+    with pytest.raises(error, match=r"least_loaded.*sticky.*paired.*callable") as raised:
         make_route(route, 2, 2)
     assert f"route={route!r} is not allowed" in str(raised.value)

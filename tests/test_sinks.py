@@ -130,8 +130,7 @@ def test_a_slow_consumer_gets_everything_in_order_and_slows_the_collector() -> N
     got = []
     for item in iter(target.get, None):
         got += item["text"]
-        time.sleep(0.005)
-        assert len(policy.calls) <= len(got) + 2 + 1 + 1  # in the queue, on its way into it, in flight
+        assert len(policy.calls) <= len(got) + 2 + 1  # in the queue, and on its way into it
     assert got == [f"q{i}#0" for i in range(20)]
     assert collector.join(fakes.PATIENCE)
     assert_settled(collector.stats())
@@ -208,15 +207,16 @@ def test_a_ray_queue_carries_turns_with_back_pressure_and_one_end() -> None:
 def test_a_buffer_of_torchrl_takes_chats_of_unequal_length(storage: Any, kind: Any) -> None:
     buffer = kind(storage=storage(100), batch_size=3)
     collector = LLMCollector(
-        lambda: chat_env(length=lambda prompt: 1 + int(prompt[1:]) % 3), chat_echo, trajectories_per_batch=2, total_steps=12
+        lambda: chat_env(length=lambda prompt: 1 + int(prompt[1:]) % 3),
+        chat_echo,
+        trajectories_per_batch=2,
+        total_steps=12,
     )
     collector.start(buffer)
     assert collector.join(fakes.PATIENCE)
     assert len(buffer) == collector.stats()["turns"] == 12
     stored = [buffer[i] for i in range(12)]
-    expected = [
-        [f"q{prompt}"] + [f"Q{prompt}"] * turn for prompt in range(6) for turn in range(1, 2 + prompt % 3)
-    ]
+    expected = [[f"q{prompt}"] + [f"Q{prompt}"] * turn for prompt in range(6) for turn in range(1, 2 + prompt % 3)]
     assert chats(stored) == expected
     sampled = buffer.sample()
     assert all(chat in expected for chat in chats(sampled.unbind(0)))
@@ -237,7 +237,7 @@ def test_a_buffer_that_refuses_a_batch_is_an_error_with_a_hint(write: str, contr
             raise RuntimeError("batch size")
 
     argument = control if write == "write" else time.monotonic()
-    with pytest.raises(CollectorError, match="RuntimeError: batch size.*storage=LazyStackStorage") as raised:
+    with pytest.raises(CollectorError, match=r"RuntimeError: batch size.*storage=LazyStackStorage") as raised:
         getattr(BufferSink(Fixed()), write)(batch("a"), argument)
     assert isinstance(raised.value.__cause__, RuntimeError)
 
@@ -261,7 +261,7 @@ def test_a_queue_that_refuses_an_item_is_an_error(call: str, control: Control) -
         "write_last": (batch("a"), time.monotonic()),
         "end": (control, None),
     }[call]
-    with pytest.raises(CollectorError, match="the queue does not take the .*ConnectionError: gone"):
+    with pytest.raises(CollectorError, match=r"the queue does not take the .*ConnectionError: gone"):
         getattr(QueueSink(Gone()), call)(*arguments)
 
 

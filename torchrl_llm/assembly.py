@@ -6,7 +6,6 @@ whatever was built is closed again if a later one fails.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from torchrl.modules.llm.policies import LLMWrapperBase
@@ -18,8 +17,7 @@ from torchrl_llm.errors import CollectorError, EnvError, PolicyError
 from torchrl_llm.policies.options import RunnerOptions
 from torchrl_llm.policies.pool import PolicyPool, check_wrapper
 from torchrl_llm.policies.runner import Post
-
-CLOSE_SECONDS = 5.0
+from torchrl_llm.routing import Route, reachable
 
 
 def build_slots(sources: list[Source]) -> list[Slot]:
@@ -40,14 +38,15 @@ def build_slots(sources: list[Source]) -> list[Slot]:
     return slots
 
 
-def build_policies(sources: list[Source], options: list[RunnerOptions], slots: list[Slot], post: Post) -> PolicyPool:
-    """The policies, and the slots' bridges to each of them.
+def build_policies(
+    sources: list[Source], options: list[RunnerOptions], slots: list[Slot], route: str | Route, post: Post
+) -> PolicyPool:
+    """The policies, and the slots' bridges to those that they may meet.
 
     Raises:
         PolicyError: if a constructor fails, or gives nothing callable.
         ValueError: if an environment and a policy have no keys in common, or a policy makes several samples.
     """
-    pool = None
     try:
         policies = [
             instance if constructor is None else _construct(constructor, PolicyError)
@@ -59,15 +58,13 @@ def build_policies(sources: list[Source], options: list[RunnerOptions], slots: l
             if isinstance(policy, LLMWrapperBase):
                 check_wrapper(policy)
         for slot in slots:
-            slot.bridges = [make_bridge(slot.env, policy) for policy in policies]
-        pool = PolicyPool(policies, [constructor for constructor, _ in sources], options, post)
+            ids = reachable(route, slot.env_id, len(policies))
+            slot.bridges = {policy_id: make_bridge(slot.env, policies[policy_id]) for policy_id in ids}
+        return PolicyPool(policies, [constructor for constructor, _ in sources], options, post)
     except BaseException:
         for slot in slots:
             slot.close()
-        if pool is not None:
-            pool.close(time.monotonic() + CLOSE_SECONDS)
         raise
-    return pool
 
 
 def _construct(constructor: Any, kind: type[CollectorError], slot: int | None = None) -> Any:

@@ -159,7 +159,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
         slots = build_slots(envs)
-        pool = build_policies(policies, options, slots, events.put)
+        pool = build_policies(policies, options, slots, route, events.put)
         rollout = Rollout(
             slots=slots,
             pool=pool,

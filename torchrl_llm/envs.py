@@ -65,7 +65,7 @@ class Slot:
         self.constructor = constructor
         self.env = env
         self.rows = [Row() for _ in range(check_env(env, env_id))]
-        self.bridges: list[KeyBridge] = []
+        self.bridges: dict[int, KeyBridge] = {}
         self.awaited = 0
         self.begun = 0
         self.failures_in_row = 0

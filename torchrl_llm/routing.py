@@ -41,6 +41,20 @@ def paired(env_id: int, loads: Sequence[int]) -> int:
     return env_id
 
 
+def reachable(route: str | Route, env_id: int, num_policies: int) -> list[int]:
+    """The policies that ``route`` may give to an environment.
+
+    Examples:
+        >>> reachable("paired", 1, 2), reachable("sticky", 3, 2), reachable("least_loaded", 0, 2)
+        ([1], [1], [0, 1])
+    """
+    if route == "paired":
+        return [env_id]
+    if route == "sticky":
+        return [env_id % num_policies]
+    return list(range(num_policies))
+
+
 def make_route(route: str | Route, num_envs: int, num_policies: int) -> Route:
     """The routing function for the collector's ``route`` argument.
 

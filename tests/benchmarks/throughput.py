@@ -278,7 +278,7 @@ class Bench:
         )
         self.scenario = Scenario(args, tokenizer)
         self.meter = Meter(self.llm, self.scenario.length_of)
-        self.policy = harness.vllm_policy(self.llm, tokenizer, "history", max_tokens=args.max_tokens, temperature=0.7)
+        self.policy = harness.vllm_policy(self.llm, tokenizer, args.mode, max_tokens=args.max_tokens, temperature=0.7)
         self.recorded: list[tuple[list[int], Any]] = []
 
     def run(self, path: str, trajectories: int) -> Run:

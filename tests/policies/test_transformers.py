@@ -176,3 +176,20 @@ def test_a_model_that_raises_is_a_policy_error_that_chains_it(model: Any, tiny_m
     ):
         next(collector)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_paired_environments_and_policies_need_only_each_others_keys(
+    make_policy: Callable[..., TransformersWrapper],
+) -> None:
+    def llm_env() -> EnvBase:
+        env = LLMEnv.from_dataloader([{"text": ["abc"]}], batch_size=1, eos_token_id=1)
+        return env.append_transform(StepCounter(max_steps=1))
+
+    envs, policies = [llm_env, lambda: chat_env(1)], [make_policy("text"), make_policy("history")]
+    with pytest.raises(ValueError, match="offers nothing"):
+        LLMCollector(envs, policies, steps_per_batch=2)
+    with LLMCollector(envs, policies, route="paired", steps_per_batch=4, total_steps=4) as collector:
+        turns = list(next(collector).unbind(0))
+    for turn in turns:
+        assert turn["collector", "policy_id"] == turn["collector", "env_id"]
+        assert ("history" in turn) == (turn["collector", "env_id"] == 1)

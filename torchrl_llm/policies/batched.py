@@ -67,7 +67,11 @@ class BatchedRunner:
             self._waiting.clear()
             self._changed.notify()
         self._thread.join(max(IDLE_SECONDS, deadline - time.monotonic()))
-        return [self._thread.name] if self._thread.is_alive() else []
+        if self._thread.is_alive():
+            return [self._thread.name]
+        # A closed runner that somebody still knows must not keep the policy's memory.
+        self.policy = None
+        return []
 
     def _work(self) -> None:
         while True:
