@@ -84,9 +84,7 @@ def test_llm_env_with_its_default_keys_and_a_wrapper_in_text_mode_L83(
 def test_llm_env_with_its_default_keys_and_a_wrapper_in_tokens_mode_L83(
     wrapper: Callable[..., TransformersWrapper], tokenizer: Any
 ) -> None:
-    collector = LLMCollector(
-        lambda: tokens_env(tokenizer), wrapper("tokens"), trajectories_per_batch=2, total_steps=4
-    )
+    collector = LLMCollector(lambda: tokens_env(tokenizer), wrapper("tokens"), trajectories_per_batch=2, total_steps=4)
     [batch] = collector
     rows = batch.unbind(0)
     prompts = tokenizer(["What is the capital of France?", "It is Rome."])["input_ids"]

@@ -610,6 +610,60 @@ def test_a_shutdown_while_a_batch_is_being_handed_over_leaves_no_thread() -> Non
     assert_settled(collector.stats())
 
 
+@pytest.mark.parametrize("maxsize", [0, 1, 3])
+@pytest.mark.parametrize("env_threads", [0, 2])
+def test_a_shutdown_at_any_moment_ends_a_started_collection_in_order(maxsize: int, env_threads: int) -> None:
+    for taken in range(12):
+        collector = LLMCollector(
+            lambda: ScriptedEnv(length=2), echo, steps_per_batch=1 + taken % 3, env_threads=env_threads
+        )
+        target: queue.Queue[Any] = queue.Queue(maxsize)
+        collector.start(target)
+        items = [target.get(timeout=fakes.PATIENCE) for _ in range(taken)]
+        reader = threading.Thread(target=lambda items=items, q=target: items.extend(iter(q.get, None)))
+        if taken % 2:
+            reader.start()
+        collector.shutdown()
+        assert not collector.is_running()
+        if not taken % 2:
+            reader.start()
+        reader.join(fakes.PATIENCE)
+        assert target.empty()
+        stats = collector.stats()
+        assert_settled(stats)
+        rows = [row for batch in items for row in batch.unbind(0)]
+        assert fakes.texts(rows) == [f"q{i // 2}#{i % 2}" for i in range(len(rows))]
+        assert len(rows) == stats["turns"]
+
+
+def read_until_it_raises(collector: LLMCollector, errors: list[CollectorError]) -> None:
+    try:
+        for _ in collector:
+            pass
+    except CollectorError as error:
+        errors.append(error)
+
+
+@pytest.mark.parametrize("env_threads", [0, 2])
+def test_a_shutdown_at_any_moment_ends_a_read_collection(env_threads: int) -> None:
+    for turns in range(0, 60, 4):
+        collector = LLMCollector(
+            lambda: ScriptedEnv(length=2), echo, num_envs=2, steps_per_batch=1, env_threads=env_threads
+        )
+        errors: list[CollectorError] = []
+        reader = threading.Thread(target=read_until_it_raises, args=(collector, errors))
+        reader.start()
+        while collector.stats()["turns"] < turns:
+            pass
+        collector.shutdown()
+        reader.join(fakes.PATIENCE)
+        assert [("shut down" in str(error)) for error in errors] == [True]
+        stats = collector.stats()
+        assert_settled(stats)
+        assert stats["turns"] >= turns
+        assert not [t for t in threading.enumerate() if t.name.startswith("torchrl_llm")]
+
+
 @pytest.mark.parametrize("reads", [0, 1])
 def test_a_loop_that_writes_to_a_queue_ends_it_at_shutdown(reads: int) -> None:
     target: queue.Queue[Any] = queue.Queue()

@@ -133,6 +133,15 @@ def test_stats_and_public_names_are_described() -> None:
     assert not missing
 
 
+def test_compared_cases_have_tests() -> None:
+    section = README.split("## Beside torchrl's own LLMCollector")[1].split("\n## ")[0]
+    named = set(re.findall(r"\bL\d\d\b", section))
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    tests = re.findall(r"def (test_\w+)", "\n".join(sources))
+    tested = {case for name in tests for case in re.findall(r"L\d\d", name)}
+    assert named and named <= tested, f"no test for {sorted(named - tested)}"
+
+
 def test_linked_files_exist() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
     anchors = {"#" + re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in _titles()}

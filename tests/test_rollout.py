@@ -299,6 +299,7 @@ def test_an_env_is_called_by_one_thread_at_a_time(env_threads: int) -> None:
         if not busy.acquire(blocking=False):
             overlaps.append(texts)
         else:
+            threading.Event().wait(0.001)  # time for another to come
             busy.release()
 
     collector = LLMCollector(

@@ -106,13 +106,17 @@ class PolicyPool:
         if constructor is None:
             raise TypeError("it was passed as an instance; pass a constructor for on_error='restart'")
         self.runners[policy_id].close(time.monotonic() + REBUILD_WAIT_SECONDS)
-        gc.collect()
+        self._collect_engines()
         self.runners[policy_id] = make_runner(constructor(), self._post, self._options[policy_id])
 
     def close(self, deadline: float) -> list[str]:
         """Ends the runners; returns the names of the threads that are still busy at ``deadline``."""
         busy = [name for runner in self.runners for name in runner.close(deadline)]
-        if any(constructor is not None for constructor in self._constructors):
-            # vLLM ends its processes when its objects are collected, and they hold each other in cycles.
-            gc.collect()
+        self._collect_engines()
         return busy
+
+    def _collect_engines(self) -> None:
+        """Ends the vLLM engines that nobody holds: they end when they are collected, and hold themselves in cycles."""
+        built = zip(self.runners, self._constructors, strict=False)
+        if any(isinstance(runner, ContinuousRunner) and constructor is not None for runner, constructor in built):
+            gc.collect()
