@@ -76,9 +76,7 @@ def find_model(name: str | None = None) -> str:
         return _from_hub(name)
     except OSError as error:  # every "cannot be had from the hub" of huggingface_hub is an OSError
         if name != DEFAULT_MODEL:
-            raise FileNotFoundError(
-                f"{name!r} is neither a local folder nor to be had from the hub"
-            ) from error
+            raise FileNotFoundError(f"{name!r} is neither a local folder nor to be had from the hub") from error
     return _made_once(CACHE / f"SmolLM2-135M-Instruct-{RECIPE}", _smollm2_from_wheel)
 
 
@@ -106,9 +104,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token in (None, tokenizer.eos_token):
         vocabulary = tokenizer.get_vocab()
-        unused = [
-            t for t in ("<|endoftext|>", "<pad>", "[PAD]") if t in vocabulary and t != tokenizer.eos_token
-        ]
+        unused = [t for t in ("<|endoftext|>", "<pad>", "[PAD]") if t in vocabulary and t != tokenizer.eos_token]
         if unused:
             tokenizer.pad_token = unused[0]
     return tokenizer
@@ -209,9 +205,7 @@ def _make_tiny(folder: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
         [TINY_TEXT],
-        trainers.BpeTrainer(
-            vocab_size=512, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
