@@ -61,7 +61,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", help="tiny, smollm2, a local folder or a hub name (default: tiny; smollm2 for countdown)"
     )
-    parser.add_argument("--slots", type=int, default=16, help="environments, and the engine's max_num_seqs")
+    parser.add_argument("--slots", type=int, default=16, help="environments")
+    parser.add_argument("--max-num-seqs", type=int, help="of the engine (default: as many as slots)")
     parser.add_argument(
         "--mode", choices=("history", "text"), default="history", help="of env and policy; text for lognormal only"
     )
@@ -272,7 +273,7 @@ class Bench:
             dtype="float32",
             enforce_eager=True,
             max_model_len=2048,
-            max_num_seqs=args.slots,
+            max_num_seqs=args.max_num_seqs,
             disable_log_stats=True,
             seed=args.seed,
         )
@@ -403,6 +404,7 @@ def main() -> None:
     """Measures and prints."""
     args = parse_args()
     args.model = args.model or ("smollm2" if args.scenario == "countdown" else "tiny")
+    args.max_num_seqs = args.max_num_seqs or args.slots
     args.turns = args.turns or {"lognormal": 128, "countdown": 64, "tools": 288}[args.scenario]
     if args.engine_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -416,7 +418,8 @@ def main() -> None:
     finally:
         bench.close()
     settings = {
-        key: getattr(args, key) for key in ("scenario", "model", "mode", "slots", "repeats", "seed", "engine_process")
+        key: getattr(args, key)
+        for key in ("scenario", "model", "mode", "slots", "max_num_seqs", "repeats", "seed", "engine_process")
     }
     harness.report({**settings, **result} if args.json else result, args.json)
 
