@@ -15,6 +15,8 @@ prompt, so that no path is favoured by what it happens to sample. Scenarios:
 * ``tools``: three turns a trajectory with a tool between them that takes 0.3 s; lengths as in ``lognormal``.
   torchrl's collector calls the tool once for all its rows, which is the best case for a batched environment.
 
+* ``batching``: no engine; what ``batch_wait`` and ``max_batch`` gain under ``TransformersWrapper`` (``batching.py``).
+
     python tests/benchmarks/throughput.py
     python tests/benchmarks/throughput.py --slots 32
     python tests/benchmarks/throughput.py --scenario countdown --repeats 1
@@ -38,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import batching
 import harness
 import models
 from tensordict import TensorDictBase, lazy_stack
@@ -57,7 +60,7 @@ TOOL_TURNS = 3
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenario", choices=("lognormal", "countdown", "tools"), default="lognormal")
+    parser.add_argument("--scenario", choices=("lognormal", "countdown", "tools", "batching"), default="lognormal")
     parser.add_argument(
         "--model", help="tiny, smollm2, a local folder or a hub name (default: tiny; smollm2 for countdown)"
     )
@@ -403,6 +406,10 @@ def measure(bench: Bench, paths: list[str], repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Measures and prints."""
     args = parse_args()
+    if args.scenario == "batching":
+        harness.quiet()
+        harness.report(batching.measure(args.slots, args.turns or 128, args.repeats), args.json)
+        return
     args.model = args.model or ("smollm2" if args.scenario == "countdown" else "tiny")
     args.max_num_seqs = args.max_num_seqs or args.slots
     args.turns = args.turns or {"lognormal": 128, "countdown": 64, "tools": 288}[args.scenario]
