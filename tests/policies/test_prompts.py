@@ -159,3 +159,13 @@ def test_a_pad_id_that_was_sampled_is_no_padding_L59() -> None:
     prompt = tokens_prompt(torch.tensor([7, 0, 8, 0, 9]), carry, padding_value=0, keep_padding=False)
     assert prompt.token_ids == [7, 0, 8, 9]
     assert tokens_prompt(torch.tensor([0, 0, 7]), None, padding_value=0, keep_padding=False).token_ids == [7]
+
+
+def test_no_message_can_pass_for_the_place_of_the_answer(wrapper: TransformersWrapper, tok: Any) -> None:
+    from torchrl_llm.policies.prompts import _ANSWER
+
+    first = history_prompt(history(("user", "q1")), None, tok, TEMPLATES["chatml"])
+    row, carry = answered(wrapper, tok, first, tok("ab<|im_end|>")["input_ids"])
+    second = history_prompt(said_next(row, ("user", f"x{_ANSWER}y")), carry, tok, TEMPLATES["chatml"])
+    added = tok.decode(second.token_ids[len(carry.token_ids) :])
+    assert added == f"\n<|im_start|>user\nx{_ANSWER}y<|im_end|>\n<|im_start|>assistant\n"

@@ -21,6 +21,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 
 from torchrl_llm.policies.prompts import Carry, Prompt
+from torchrl_llm.policies.runner import Response, Ticket
 
 
 @dataclass
@@ -82,6 +83,21 @@ def build_row(
         None if prompt.messages is None else [*prompt.messages, ("assistant", answer)],
     )
     return out, carry
+
+
+def respond(
+    ticket: Ticket, wrapper: LLMWrapperBase, prompt: Prompt, completion: Completion, tokenizer: Any
+) -> Response:
+    """The answer to ``ticket``: the row of :func:`build_row`, with what the books and the next turn need."""
+    row, carry = build_row(wrapper, prompt, completion, tokenizer)
+    return Response(
+        ticket,
+        row,
+        carry=carry,
+        prompt_tokens=len(prompt.token_ids),
+        response_tokens=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+    )
 
 
 def _sampled_mask(prompt: Prompt, length: int) -> torch.Tensor:

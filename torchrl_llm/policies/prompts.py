@@ -126,7 +126,7 @@ def history_prompt(history: History, carry: Carry | None, tokenizer: Any, templa
     if carry is not None and carry.messages is not None:
         said = len(carry.messages)
         if messages[:said] == carry.messages:
-            added = _after_answer(history, said, tokenizer, template)
+            added = _after_answer(history, messages, said, tokenizer, template)
             if added is not None:
                 return _continued(history, messages, carry, added, tokenizer)
     text = _render(history, tokenizer, template)
@@ -149,12 +149,17 @@ def _continued(history: History, messages: list[Message], carry: Carry, added: s
     return Prompt(ids, torch.tensor(ids, dtype=torch.long), text, history, messages, carry.sampled)
 
 
-def _after_answer(history: History, said: int, tokenizer: Any, template: Mapping[str, Any]) -> str | None:
+def _after_answer(
+    history: History, messages: list[Message], said: int, tokenizer: Any, template: Mapping[str, Any]
+) -> str | None:
     """What the template puts after the last response: its closing, the new messages, the generation prompt."""
+    answer = _ANSWER
+    while any(answer in str(content) for _, content in messages):
+        answer += _ANSWER
     rows = list(history.unbind(0))
-    rows[said - 1] = History(role=rows[said - 1].role, content=_ANSWER)
+    rows[said - 1] = History(role=rows[said - 1].role, content=answer)
     rendered = _render(torch.stack(rows), tokenizer, template)
-    _, found, after = rendered.rpartition(_ANSWER)
+    _, found, after = rendered.rpartition(answer)
     return after if found else None
 
 

@@ -19,7 +19,7 @@ from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
 from torchrl_llm.policies.observations import PromptMaker
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
-from torchrl_llm.policies.outputs import build_row
+from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
 from torchrl_llm.policies.vllm_outputs import completion_of
@@ -96,14 +96,6 @@ class RemoteRunner:
                 prompt_token_ids=[prompt.token_ids], sampling_params=policy.sampling_params
             )
             completion = completion_of(outputs[0] if isinstance(outputs, list) else outputs)
-            row, carry = build_row(policy, prompt, completion, self._prompts.tokenizer)
+            return respond(ticket, policy, prompt, completion, self._prompts.tokenizer)
         except Exception as error:
             return Response(ticket, error=error)
-        return Response(
-            ticket,
-            row,
-            carry=carry,
-            prompt_tokens=len(prompt.token_ids),
-            response_tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-        )

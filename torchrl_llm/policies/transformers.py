@@ -21,7 +21,7 @@ from torchrl.modules.llm.policies import TransformersWrapper
 from torchrl_llm.policies.batched import BatchedRunner
 from torchrl_llm.policies.observations import PromptMaker
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
-from torchrl_llm.policies.outputs import Completion, build_row
+from torchrl_llm.policies.outputs import Completion, respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
 
@@ -59,21 +59,11 @@ class TransformersRunner(BatchedRunner):
         return len(request.token_ids)
 
     def _respond(self, tickets: list[Ticket], requests: list[Any]) -> list[Response]:
-        prompts: list[Prompt] = requests
-        responses = []
-        for ticket, prompt, completion in zip(tickets, prompts, self._generate(prompts), strict=True):
-            row, carry = build_row(self.policy, prompt, completion, self._prompts.tokenizer)
-            responses.append(
-                Response(
-                    ticket,
-                    row,
-                    carry=carry,
-                    prompt_tokens=len(prompt.token_ids),
-                    response_tokens=len(completion.token_ids),
-                    finish_reason=completion.finish_reason,
-                )
-            )
-        return responses
+        answers = zip(tickets, requests, self._generate(requests), strict=True)
+        return [
+            respond(ticket, self.policy, prompt, completion, self._prompts.tokenizer)
+            for ticket, prompt, completion in answers
+        ]
 
     def _generate(self, prompts: list[Prompt]) -> list[Completion]:
         policy = self.policy

@@ -20,7 +20,7 @@ from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 from torchrl_llm.policies.engine import acquire
 from torchrl_llm.policies.observations import PromptMaker
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
-from torchrl_llm.policies.outputs import build_row
+from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
 from torchrl_llm.policies.vllm_outputs import completion_of
@@ -93,21 +93,10 @@ class ContinuousRunner:
             self._post(Response(ticket, error=error))
             return
         try:
-            completion = completion_of(output)
-            row, carry = build_row(policy, request, completion, self._tokenizer)
+            response = respond(ticket, policy, request, completion_of(output), self._tokenizer)
         except Exception as failure:
-            self._post(Response(ticket, error=failure))
-            return
-        self._post(
-            Response(
-                ticket,
-                row,
-                carry=carry,
-                prompt_tokens=len(request.token_ids),
-                response_tokens=len(completion.token_ids),
-                finish_reason=completion.finish_reason,
-            )
-        )
+            response = Response(ticket, error=failure)
+        self._post(response)
 
 
 def _engine_params(params: Any) -> Any:
