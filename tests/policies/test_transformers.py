@@ -120,6 +120,20 @@ def test_a_response_is_what_was_sampled_with_its_end_and_its_pad_ids_L57_L58_L59
     assert turn["collector", "finish_reason"] == reason
 
 
+def test_a_response_ends_with_the_first_stop_string_not_with_the_padding_behind_it(model: Any, tiny_model: str) -> None:
+    tok = load_tokenizer(tiny_model)
+    tok.pad_token = tok.eos_token
+    said = tok("one, two", add_special_tokens=False)["input_ids"]
+    ids = [*said, tok.pad_token_id, tok.pad_token_id]
+    policy = TransformersWrapper(Scripted(model, ids), tokenizer=tok, generate_kwargs={"max_new_tokens": len(ids)})
+    # The wrapper's constructor does not take them over.
+    policy.generate_kwargs["stop_strings"] = ["two", "one, two"]
+    with LLMCollector(lambda: chat_env(1), policy, steps_per_batch=1, total_steps=1) as collector:
+        turn = next(collector)[0]
+    assert turn["tokens", "response"].tolist() == said
+    assert turn["collector", "finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("mode", ["text", "tokens"])
 def test_llm_env_with_its_default_keys_works_in_text_and_tokens_mode_L83(
     make_policy: Callable[..., TransformersWrapper], model: Any, mode: str

@@ -93,15 +93,14 @@ class TransformersRunner(BatchedRunner):
 
     def _ending(self, tokens: list[int], prompt_length: int) -> tuple[int, str]:
         """How many of a row's tokens were sampled before it ended (what follows is padding), and why it did."""
-        for position, token in enumerate(tokens):
-            if token in self._stop_ids:
-                return position + 1, "stop"
+        ends = [position + 1 for position, token in enumerate(tokens) if token in self._stop_ids][:1]
         stop_strings = self.policy.generate_kwargs.get("stop_strings") or ()
         for string in [stop_strings] if isinstance(stop_strings, str) else stop_strings:
-            for end in range(1, len(tokens) + 1):
-                if string in self._prompts.tokenizer.decode(tokens[:end], skip_special_tokens=False):
-                    return end, "stop"
+            decoded = (self._prompts.tokenizer.decode(tokens[:end]) for end in range(1, len(tokens) + 1))
+            ends += [end for end, text in enumerate(decoded, start=1) if string in text][:1]
         room = len(tokens) if self._context is None else self._context - prompt_length
+        if ends and min(ends) <= room:
+            return min(ends), "stop"
         return min(len(tokens), room), "length"
 
 
