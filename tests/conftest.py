@@ -22,6 +22,7 @@ from typing import Any
 import models
 import psutil
 import pytest
+from engine_settings import ENGINE_SETTINGS
 from tensordict import set_list_to_stack
 
 set_list_to_stack(True).set()
@@ -57,15 +58,7 @@ def vllm_llm(tiny_model: str) -> Iterator[Any]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
-        llm = LLM(
-            tiny_model,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=32,
-            seed=0,
-            disable_log_stats=True,
-        )
+        llm = LLM(tiny_model, **ENGINE_SETTINGS)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 

@@ -210,9 +210,11 @@ def test_a_key_is_shown_as_users_write_it() -> None:
 def test_inputs_and_actions_are_renamed_without_touching_the_originals() -> None:
     bridge = KeyBridge(
         inputs=((("text", "prompt"), ("text",)),),
-        actions=((("text_response",), ("text", "response")),),
+        actions=(
+            (("text_response",), ("text", "response")),
+            (("tokens_response",), ("tokens", "response")),
+        ),
         required=(("text", "response"),),
-        optional=((("tokens_response",), ("tokens", "response")),),
     )
     observation = TensorDict(text="hello", step=torch.tensor(1))
     given = bridge.policy_input(observation)
@@ -230,8 +232,8 @@ def test_inputs_and_actions_are_renamed_without_touching_the_originals() -> None
     assert turn["text", "response"] == "you"
 
 
-def test_an_optional_action_is_renamed_where_the_policy_wrote_it() -> None:
-    bridge = KeyBridge(optional=((("tokens_response",), ("tokens", "response")),))
+def test_an_action_that_is_not_required_is_renamed_where_the_policy_wrote_it() -> None:
+    bridge = KeyBridge(actions=((("tokens_response",), ("tokens", "response")),))
     output = TensorDict(tokens=TensorDict(response=torch.arange(3)))
     assert bridge.env_input(TensorDict(), output)["tokens_response"].tolist() == [0, 1, 2]
 

@@ -48,15 +48,13 @@ class KeyBridge:
 
     Args:
         inputs: (policy key, environment key) pairs to add before the policy is called.
-        actions: (environment key, policy key) pairs to add before the environment steps.
+        actions: (environment key, policy key) pairs to add before the environment steps, if the policy wrote the key.
         required: keys that the policy's output must hold for the environment to step.
-        optional: like ``actions``, but only where the policy wrote the key.
     """
 
     inputs: tuple[tuple[Key, Key], ...] = ()
     actions: tuple[tuple[Key, Key], ...] = ()
     required: tuple[Key, ...] = ()
-    optional: tuple[tuple[Key, Key], ...] = ()
 
     def policy_input(self, observation: TensorDictBase) -> TensorDictBase:
         """What the policy gets: the observation, with the keys under the names that the policy reads."""
@@ -76,7 +74,7 @@ class KeyBridge:
         for key in output.keys():
             if key not in renamed:
                 merge_entry(row, key, output.get(key))
-        for target, source in (*self.actions, *self.optional):
+        for target, source in self.actions:
             value = output.get(source, None)
             if value is not None:
                 set_entry(row, target, value)
@@ -169,7 +167,8 @@ def make_bridge(env: EnvBase, policy: Any) -> KeyBridge:
             )
         actions.append((key, source))
         required.append(source)
-    return KeyBridge(inputs, tuple(actions), tuple(dict.fromkeys(required)), _token_actions(env, roots, written))
+    actions += _token_actions(env, roots, written)
+    return KeyBridge(inputs, tuple(actions), tuple(dict.fromkeys(required)))
 
 
 def _parent_keys(needed: dict[Key, TensorSpec]) -> list[Key]:
@@ -210,10 +209,10 @@ def _source_of(key: Key, observed: dict[Key, TensorSpec], env: EnvBase, policy: 
     )
 
 
-def _token_actions(env: EnvBase, roots: dict[str, Key], written: set[Key]) -> tuple[tuple[Key, Key], ...]:
+def _token_actions(env: EnvBase, roots: dict[str, Key], written: set[Key]) -> list[tuple[Key, Key]]:
     """``LLMEnv`` in text mode finds its end-of-sequence token in the action's tokens, which no spec names."""
     base = getattr(env, "base_env", env)
     key = getattr(base, "_DEFAULT_ACTION_TOKENS_KEY", None)
     if key is None or roots["tokens"] not in written:
-        return ()
-    return ((as_key(key), (*roots["tokens"], "response")),)
+        return []
+    return [(as_key(key), (*roots["tokens"], "response"))]

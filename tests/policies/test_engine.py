@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from engine_settings import ENGINE_SETTINGS
 from fakes import PATIENCE, ScriptedEnv, assert_settled, numbered
 from tensordict import TensorDictBase
 from torchrl.modules.llm import vLLMWrapper
@@ -305,15 +306,7 @@ def make_multiprocess_llm(folder: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         vllm.envs.disable_envs_cache()  # an engine made before has fixed what vLLM reads of the environment
-        llm = LLM(
-            folder,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=32,
-            seed=0,
-            disable_log_stats=True,
-        )
+        llm = LLM(folder, **ENGINE_SETTINGS)
     assert type(llm.llm_engine.engine_core).__name__ == "SyncMPClient"
     return llm
 

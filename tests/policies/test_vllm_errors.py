@@ -6,12 +6,10 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from canned import LLM, make_output
 from dialogs import Feedback
 from fakes import WAYS, Outcome, ScriptedEnv, assert_settled, chat_env, raise_at, read_to_the_end
-from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Composite, Unbounded
+from token_env import TokensEnv
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.modules.llm import vLLMWrapper
 from vllm.exceptions import VLLMValidationError
@@ -172,38 +170,9 @@ def test_a_response_cut_inside_a_character_keeps_its_tokens_L61(
 # Engines and requests that fail
 
 
-class IdsEnv(EnvBase):
-    """Asks for what follows given ids."""
-
-    batch_locked = True
-
-    def __init__(self, prompts: list[list[int]]) -> None:
-        super().__init__(batch_size=())
-        self._prompts = iter(prompts)
-        ids = Unbounded(shape=(-1,), dtype=torch.int64)
-        self.observation_spec = Composite(tokens=Composite(prompt=ids))
-        self.full_action_spec = Composite(tokens=Composite(response=ids.clone()))
-        self.reward_spec = Unbounded(shape=(1,))
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        return TensorDict(tokens=TensorDict(prompt=torch.tensor(next(self._prompts))))
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        done = torch.tensor([True])
-        return TensorDict(
-            tokens=TensorDict(prompt=tensordict["tokens", "prompt"]),
-            reward=torch.zeros(1),
-            done=done,
-            terminated=done.clone(),
-        )
-
-    def _set_seed(self, seed: int | None) -> None:
-        pass
-
-
 @EACH_WAY
 def test_a_request_that_the_engine_refuses_gives_its_error_after_what_was_finished(vllm_llm: Any, way: str) -> None:
-    outcome, stats = read(way, IdsEnv([[70], [71], [70, 99_999], [72]]), policy_of(vllm_llm, "tokens"))
+    outcome, stats = read(way, TokensEnv([[70], [71], [70, 99_999], [72]]), policy_of(vllm_llm, "tokens"))
     assert [row["tokens"].prompt.tolist() for row in outcome.rows] == [[70], [71]]
     assert isinstance(outcome.error, PolicyError)
     assert isinstance(outcome.error.__cause__, VLLMValidationError)
@@ -213,7 +182,7 @@ def test_a_request_that_the_engine_refuses_gives_its_error_after_what_was_finish
 
 def test_a_request_that_the_engine_refuses_costs_its_trajectory_alone_with_restart(vllm_llm: Any) -> None:
     def make_env() -> EnvBase:
-        return IdsEnv([[70], [70, 99_999], [71]])
+        return TokensEnv([[70], [70, 99_999], [71]])
 
     outcome, stats = read("loop", make_env, lambda: policy_of(vllm_llm, "tokens"), on_error="restart", total_steps=2)
     assert outcome.error is None
@@ -279,7 +248,7 @@ def test_a_wrapper_that_only_scores_is_refused(vllm_llm: Any) -> None:
         (lambda: chat_env(["hi"]), "tokens", "('history', 'prompt'", "('tokens', 'prompt')"),
         (lambda: ScriptedEnv(["hi"]), "history", "'text'", "('history', 'prompt')"),
         (lambda: ScriptedEnv(["hi"]), "tokens", "'text'", "('tokens', 'prompt')"),
-        (lambda: IdsEnv([[70]]), "text", "('tokens', 'prompt')", "('text', 'prompt')"),
+        (lambda: TokensEnv([[70]]), "text", "('tokens', 'prompt')", "('text', 'prompt')"),
     ],
     ids=["text on chat", "tokens on chat", "history on text", "tokens on text", "text on tokens"],
 )

@@ -16,7 +16,8 @@ from dialogs import raw_log_probs
 from fakes import PATIENCE, ScriptedEnv, assert_settled, chat_env, numbered
 from same import assert_same
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.data import Composite, NonTensor, Unbounded
+from token_env import TokensEnv
+from torchrl.data import Composite, NonTensor
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase
 from torchrl.envs.llm import ChatEnv, LLMEnv
@@ -37,36 +38,6 @@ def engine_left_without_requests(vllm_llm: Any) -> Any:
     yield
     assert not vllm_llm.llm_engine.has_unfinished_requests()
     assert len(vllm_llm.generate(["hello"], use_tqdm=False)) == 1
-
-
-class TokensEnv(EnvBase):
-    """A user's own environment: observes ``("tokens", "prompt")`` and rewards the length of the response."""
-
-    batch_locked = True
-
-    def __init__(self, prompts: list[list[int]]) -> None:
-        super().__init__(batch_size=())
-        self._prompts = iter(prompts)
-        ids = Unbounded(shape=(-1,), dtype=torch.int64)
-        self.observation_spec = Composite(tokens=Composite(prompt=ids))
-        self.full_action_spec = Composite(tokens=Composite(response=ids.clone()))
-        self.reward_spec = Unbounded(shape=(1,))
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        return TensorDict(tokens=Tokens(prompt=torch.tensor(next(self._prompts))))
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        response = tensordict["tokens", "response"]
-        done = torch.tensor([True])
-        return TensorDict(
-            tokens=Tokens(prompt=tensordict["tokens"].prompt),
-            reward=torch.tensor([float(len(response))]),
-            done=done,
-            terminated=done.clone(),
-        )
-
-    def _set_seed(self, seed: int | None) -> None:
-        pass
 
 
 def make_env(mode: str, tokenizer: Any) -> EnvBase:

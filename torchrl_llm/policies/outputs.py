@@ -62,26 +62,16 @@ def build_row(
     out.set(wrapper.tokens_key, _pack(Tokens, wrapper, prompt=shown, response=response, full=full))
     if wrapper.return_log_probs:
         out.set(wrapper.log_probs_key, _log_probs(wrapper, prompt.tokens, completion))
-    text = None
-    if wrapper.input_mode == "text":
-        assert prompt.text is not None
+    carry = Carry([*prompt.token_ids, *ids], sampled)
+    if prompt.text is not None:
         answer = tokenizer.decode(ids, skip_special_tokens=False)
-        text = prompt.text + answer
-        out.set(wrapper.text_key, _text(prompt.text, answer, text))
-    elif wrapper.input_mode == "history":
-        assert prompt.text is not None and prompt.history is not None
-        answer = tokenizer.decode(ids, skip_special_tokens=False)
-        # The wrapper decodes the whole sequence, which differs from a concatenation where bytes meet in the middle.
-        text = tokenizer.decode([*prompt.token_ids, *ids], skip_special_tokens=False)
-        out.set(wrapper.text_key, _text(prompt.text, answer, text))
-        history = _chat_history(prompt.history, answer)
-        out.set(wrapper.history_key, history)
-    carry = Carry(
-        [*prompt.token_ids, *ids],
-        sampled,
-        text,
-        None if prompt.messages is None else [*prompt.messages, ("assistant", answer)],
-    )
+        carry.text = prompt.text + answer
+        if prompt.history is not None and prompt.messages is not None:
+            # The wrapper decodes the whole sequence here, which differs where bytes meet in the middle.
+            carry.text = tokenizer.decode(carry.token_ids, skip_special_tokens=False)
+            carry.messages = [*prompt.messages, ("assistant", answer)]
+            out.set(wrapper.history_key, _chat_history(prompt.history, answer))
+        out.set(wrapper.text_key, _text(prompt.text, answer, carry.text))
     return out, carry
 
 

@@ -1,4 +1,4 @@
-"""A finished ``vllm.RequestOutput`` -> a :class:`~torchrl_llm.policies.outputs.Completion`, and the row it makes.
+"""A finished ``vllm.RequestOutput`` -> a :class:`~torchrl_llm.policies.outputs.Completion`.
 
 Pure functions; run by the engine's thread.
 """
@@ -8,16 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict
-from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
-from torchrl_llm.policies.outputs import Completion, build_row
-from torchrl_llm.policies.prompts import Prompt
-
-
-def build_output(wrapper: vLLMWrapper, prompt: Prompt, output: Any, tokenizer: Any) -> TensorDict:
-    """What ``wrapper`` writes for ``prompt``, given the engine's finished ``output`` with one completion."""
-    return build_row(wrapper, prompt, completion_of(output), tokenizer)[0]
+from torchrl_llm.policies.outputs import Completion
 
 
 def completion_of(output: Any) -> Completion:
