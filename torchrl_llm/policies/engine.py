@@ -6,6 +6,9 @@ or in its own, and however many wrappers and collectors share it: a ``vllm.LLM``
 Invariants: the engine is called by its engine thread only; each request is answered once by its callback, with a
 finished ``RequestOutput`` or an exception, unless it was aborted first. Callbacks run in the engine thread.
 The thread lives while somebody holds the engine by :func:`acquire`, and ends with :meth:`EngineThread.release`.
+
+:meth:`EngineThread.hold` brings the thread to rest between two steps, so that weights can be switched. The versions of
+weights are those of the engine, whoever pushed them, and each request is told by which version its tokens were made.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+
+from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.versions import TokenVersions
 
 Callback = Callable[[Any, Exception | None], None]
 
@@ -40,6 +47,18 @@ def acquire(llm: Any) -> EngineThread:
         return engine
 
 
+@dataclass
+class Request:
+    """A request that is in the engine, or waits to enter it."""
+
+    id: str
+    prompt: Any
+    params: Any
+    callback: Callback
+    versions: TokenVersions = field(default_factory=TokenVersions)
+    on_restart: Callable[[int], None] | None = None
+
+
 class EngineThread:
     """Drives ``llm.llm_engine``: ``add_request``, ``step``, ``abort_request``.
 
@@ -52,9 +71,13 @@ class EngineThread:
         self._engine = llm.llm_engine
         self._after: threading.Thread | None = None if after is None else after._thread
         self._ids = itertools.count()
-        self._callbacks: dict[str, Callback] = {}
+        self._requests: dict[str, Request] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
+        self._draining: deque[Hold] = deque()
+        self._kept_back: dict[str, Request] = {}
+        self._ended = False
+        self.version = 0
         self.holders = 0
         self.closed = False
         self.dead: Exception | None = None
@@ -67,13 +90,35 @@ class EngineThread:
         """An id for a request, unique in the engine."""
         return f"torchrl_llm-{id(self):x}-{next(self._ids)}"
 
-    def add(self, request_id: str, prompt: Any, params: Any, callback: Callback) -> None:
+    def add(self, request: Request) -> None:
         """Gives a request to the engine. Never blocks."""
-        self._command(lambda: self._add(request_id, prompt, params, callback))
+        self._command(lambda: self._add(request))
 
     def abort(self, request_ids: list[str]) -> None:
         """Takes requests out of the engine; their callbacks are not called any more."""
         self._command(lambda: self._abort(request_ids))
+
+    def hold(self, mode: str) -> Hold:
+        """Brings the thread to rest between two steps of the engine; returns at once, see :class:`Hold`.
+
+        Args:
+            mode: what becomes of the requests in the engine. ``"continue"``: they stay in it. ``"wait"``: the thread
+                rests when they are finished; new ones are kept back. ``"restart"``: they are taken out, and begin again
+                when the hold is released.
+
+        Raises:
+            RuntimeError: from :meth:`Hold.wait`, if the engine is dead or given back.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("an engine's own thread cannot wait for itself: update weights from another thread")
+        hold = Hold(self._thread.name)
+        with self._changed:
+            if not self._ended:
+                self._commands.append(lambda: self._begin_hold(hold, mode))
+                self._changed.notify()
+                return hold
+        hold.give_up(RuntimeError("the engine was given back"))
+        return hold
 
     def release(self, deadline: float) -> list[str]:
         """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``."""
@@ -101,37 +146,126 @@ class EngineThread:
             self._after = None
         while True:
             with self._changed:
-                while not (self._commands or self._callbacks or self.closed):
+                while not (self._commands or self._requests or self._draining or self.closed):
                     self._changed.wait()
-                if self.closed and not self._commands and not self._callbacks:
+                if self.closed and not self._commands and not self._requests and not self._draining:
+                    self._ended = True
                     return
                 commands = list(self._commands)
                 self._commands.clear()
             for command in commands:
                 command()
-            if self._callbacks:
+            if self._requests:
                 self._step()
+            elif self._draining:
+                self._end_drain()
 
-    def _add(self, request_id: str, prompt: Any, params: Any, callback: Callback) -> None:
+    def _add(self, request: Request) -> None:
         if self.dead is not None:
-            callback(None, self.dead)
-            return
+            request.callback(None, self.dead)
+        elif self._draining:
+            self._kept_back[request.id] = request
+        else:
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
         try:
-            self._engine.add_request(request_id, prompt, params)
+            self._engine.add_request(request.id, request.prompt, request.params)
         except Exception as error:
             if _tells_of_death(error):
                 self._die(error)
-            callback(None, error)
+            request.callback(None, error)
         else:
-            self._callbacks[request_id] = callback
+            self._requests[request.id] = request
 
     def _abort(self, request_ids: list[str]) -> None:
-        ours = [request_id for request_id in request_ids if self._callbacks.pop(request_id, None) is not None]
+        for request_id in request_ids:
+            self._kept_back.pop(request_id, None)
+        ours = [request_id for request_id in request_ids if self._requests.pop(request_id, None) is not None]
         if ours and self.dead is None:
             try:
                 self._engine.abort_request(ours)
             except Exception as error:
                 self._die(error)
+
+    # Holding
+
+    def _begin_hold(self, hold: Hold, mode: str) -> None:
+        if self.dead is not None:
+            hold.give_up(self.dead)
+        elif mode == "wait":
+            self._draining.append(hold)
+        else:
+            restarting = self._take_out() if mode == "restart" else []
+            self._rest(hold)
+            for request in restarting:
+                self._add(request)
+
+    def _end_drain(self) -> None:
+        """All that was in the engine is finished: rests, and then lets in what was kept back."""
+        hold = self._draining.popleft()
+        self._rest(hold)
+        if not self._draining:
+            kept_back, self._kept_back = list(self._kept_back.values()), {}
+            for request in kept_back:
+                self._add(request)
+
+    def _rest(self, hold: Hold) -> None:
+        try:
+            self._stop_stepping()
+        except Exception as error:
+            self._die(error)
+        if self.dead is not None:
+            hold.give_up(self.dead)
+            return
+        hold.rest()
+        try:
+            self._go_on_stepping()
+        except Exception as error:
+            self._die(error)
+
+    def _stop_stepping(self) -> None:
+        """Makes an engine in its own process pause, and takes what it has made until then."""
+        outputs = self._outputs_queue()
+        if outputs is not None:
+            self._engine.engine_core.sleep(0, "keep")
+            # Its answer to that came after all outputs that it had made.
+            while outputs.queue:
+                self._step()
+
+    def _go_on_stepping(self) -> None:
+        if self.dead is None and self._outputs_queue() is not None:
+            self._engine.engine_core.wake_up(["scheduling"])
+
+    def _take_out(self) -> list[Request]:
+        """Aborts all requests of the engine, to be added again; tells each how many tokens that throws away."""
+        made = self.tokens_made()
+        requests = list(self._requests.values())
+        self._abort([request.id for request in requests])
+        for request in requests:
+            request.versions.restarted()
+            if request.on_restart is not None:
+                request.on_restart(made.get(request.id, 0))
+        return requests
+
+    def tokens_made(self) -> dict[str, int]:
+        """Sampled tokens so far of each request in the engine; for the engine's thread only."""
+        states = self._engine.output_processor.request_states.values()
+        return {s.external_req_id: s.detokenizer.num_output_tokens() for s in states if s.detokenizer is not None}
+
+    def switched(self, version: int) -> None:
+        """Notes that the weights have just become those of ``version``; for the engine's thread only."""
+        if self._requests:
+            made = self.tokens_made()
+            for request in self._requests.values():
+                request.versions.switched(made.get(request.id, 0), self.version)
+        self.version = version
+
+    def fail(self, error: Exception) -> None:
+        """Gives the engine up: all that is in flight, and all that comes, gets ``error``; for its thread only."""
+        self._die(error)
+
+    # Stepping
 
     def _step(self) -> None:
         try:
@@ -142,28 +276,37 @@ class EngineThread:
             return
         for output in outputs:
             if output.finished:
-                callback = self._callbacks.pop(output.request_id, None)
-                if callback is not None:
-                    callback(output, None)
+                request = self._requests.pop(output.request_id, None)
+                if request is not None:
+                    request.callback(output, None)
+
+    def _outputs_queue(self) -> queue.Queue[Any] | None:
+        """Where the outputs of an engine in its own process arrive; ``None`` for an engine in this process."""
+        outputs = getattr(getattr(self._engine, "engine_core", None), "outputs_queue", None)
+        return outputs if isinstance(outputs, queue.Queue) else None
 
     def _await_output(self) -> None:
         """Waits for what ``step`` would wait for without end if the engine's process were killed meanwhile."""
-        core: Any = getattr(self._engine, "engine_core", None)
-        outputs = getattr(core, "outputs_queue", None)
-        if not isinstance(outputs, queue.Queue):
-            return  # an engine in this process
+        outputs = self._outputs_queue()
+        if outputs is None:
+            return
         with outputs.not_empty:
             while not outputs.queue:
-                core.ensure_alive()
+                self._engine.engine_core.ensure_alive()
                 outputs.not_empty.wait(DEATH_POLL_SECONDS)
 
     def _die(self, error: Exception) -> None:
         """An engine that raised in ``step`` cannot go on: all that is in flight, and all that comes, gets its error."""
+        if self.dead is not None:
+            return
         self.dead = error
-        callbacks = list(self._callbacks.values())
-        self._callbacks.clear()
-        for callback in callbacks:
-            callback(None, error)
+        requests = [*self._requests.values(), *self._kept_back.values()]
+        self._requests.clear()
+        self._kept_back.clear()
+        for request in requests:
+            request.callback(None, error)
+        while self._draining:
+            self._draining.popleft().give_up(error)
 
 
 def _tells_of_death(error: Exception) -> bool:

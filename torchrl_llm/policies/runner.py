@@ -11,7 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDictBase
+
+from torchrl_llm.policies.weight_target import WeightTarget
 
 
 @dataclass(eq=False)
@@ -38,6 +41,9 @@ class Response:
         prompt_tokens: tokens of the prompt; 0 if the policy does not tell.
         response_tokens: tokens of the response; 0 if the policy does not tell.
         finish_reason: why the response ended (``"stop"``, ``"length"``); ``None`` if the policy does not tell.
+        policy_version: version of the weights that made the response's first token.
+        policy_version_end: version of the weights that made its last token.
+        token_versions: int64, one per token of the response; ``None`` if the policy does not tell.
     """
 
     ticket: Ticket
@@ -47,6 +53,9 @@ class Response:
     prompt_tokens: int = 0
     response_tokens: int = 0
     finish_reason: str | None = None
+    policy_version: int = 0
+    policy_version_end: int = 0
+    token_versions: torch.Tensor | None = None
 
 
 # How long a thread that is not in a call gets to end, when there is no time left.
@@ -71,6 +80,9 @@ class Runner(Protocol):
         Raises:
             PromptTooLong: if the policy's context has no room for a response.
         """
+
+    def weight_target(self) -> WeightTarget | None:
+        """How to switch the policy's weights; ``None`` if the policy has none."""
 
     def submit(self, ticket: Ticket, request: Any) -> None:
         """Takes a request; the answer comes as a :class:`Response`. Never blocks."""

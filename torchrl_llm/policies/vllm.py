@@ -17,13 +17,16 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
-from torchrl_llm.policies.engine import acquire
+from torchrl_llm.policies.engine import Request, acquire
 from torchrl_llm.policies.observations import PromptMaker
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
+from torchrl_llm.policies.versions import TokenVersions
 from torchrl_llm.policies.vllm_outputs import completion_of
+from torchrl_llm.policies.weight_target import WeightTarget
+from torchrl_llm.policies.weights_vllm_reload import ReloadTarget
 
 
 class ContinuousRunner:
@@ -38,6 +41,7 @@ class ContinuousRunner:
     def __init__(self, policy: vLLMWrapper, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
+        self.tokens_discarded = 0
         self._post = post
         self._prompts = PromptMaker(
             policy,
@@ -60,12 +64,21 @@ class ContinuousRunner:
         request_id = self._engine.new_id()
         with self._lock:
             self._in_flight.add(request_id)
+        versions = TokenVersions()
         self._engine.add(
-            request_id,
-            {"prompt_token_ids": request.token_ids},
-            self._params,
-            lambda output, error: self._answer(ticket, request, request_id, output, error),
+            Request(
+                request_id,
+                {"prompt_token_ids": request.token_ids},
+                self._params,
+                lambda output, error: self._answer(ticket, request, request_id, versions, output, error),
+                versions,
+                self._discarded,
+            )
         )
+
+    def weight_target(self) -> WeightTarget:
+        """See :meth:`Runner.weight_target`."""
+        return ReloadTarget(self.policy.model, self._engine)
 
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`. The engine itself ends when nobody holds its ``vllm.LLM`` any more."""
@@ -82,7 +95,19 @@ class ContinuousRunner:
         del self._prompts
         return busy
 
-    def _answer(self, ticket: Ticket, request: Prompt, request_id: str, output: Any, error: Exception | None) -> None:
+    def _discarded(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens_discarded += tokens
+
+    def _answer(
+        self,
+        ticket: Ticket,
+        request: Prompt,
+        request_id: str,
+        versions: TokenVersions,
+        output: Any,
+        error: Exception | None,
+    ) -> None:
         with self._lock:
             if request_id not in self._in_flight:
                 return
@@ -93,7 +118,11 @@ class ContinuousRunner:
             self._post(Response(ticket, error=error))
             return
         try:
-            response = respond(ticket, policy, request, completion_of(output), self._tokenizer)
+            completion = completion_of(output)
+            response = respond(ticket, policy, request, completion, self._tokenizer)
+            length, current = len(completion.token_ids), self._engine.version
+            response.token_versions = versions.of(length, current)
+            response.policy_version, response.policy_version_end = versions.ends(length, current)
         except Exception as failure:
             response = Response(ticket, error=failure)
         self._post(response)

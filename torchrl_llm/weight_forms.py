@@ -1,0 +1,109 @@
+"""The forms in which weights may be passed -> one internal form, :class:`Weights`.
+
+Pure apart from reading the safetensors files of a folder; run by the thread that updates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.modules.llm.policies import LLMWrapperBase
+
+ALLOWED = (
+    "pass a module, a TensorDict, a state dict, an iterator of (name, tensor), or the path of a folder of safetensors"
+)
+
+
+@dataclass
+class Weights:
+    """Named tensors, as they were given.
+
+    Args:
+        tensors: by name; detached, on whatever device they were.
+        folder: where they lie as safetensors files, if a path was passed.
+        adapter: whether ``folder`` holds a LoRA adapter (a ``peft`` folder).
+    """
+
+    tensors: dict[str, torch.Tensor]
+    folder: str | None = None
+    adapter: bool = False
+
+
+def read_weights(source: Any) -> Weights:
+    """The internal form of what was passed to ``update_policy_weights_``.
+
+    Raises:
+        TypeError: if it is none of the allowed forms, or holds something else than tensors.
+        FileNotFoundError: if it is a path where no safetensors files are.
+        ValueError: if a name comes twice, or there are no tensors at all.
+    """
+    if isinstance(source, Weights):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return _from_folder(Path(source))
+    if isinstance(source, nn.Module):
+        pairs: Iterable[Any] = module_of(source).state_dict().items()
+    elif isinstance(source, TensorDictBase):
+        pairs = source.flatten_keys(".").items()
+    elif isinstance(source, Mapping):
+        pairs = source.items()
+    elif isinstance(source, Iterable):
+        pairs = source
+    else:
+        raise TypeError(f"weights={type(source).__name__} is not allowed: {ALLOWED}")
+    tensors = _named_tensors(pairs)
+    if not tensors:
+        raise ValueError(f"the weights that were passed hold no tensors: {ALLOWED}")
+    return Weights(tensors)
+
+
+def module_of(policy: nn.Module) -> nn.Module:
+    """The model of a language-model wrapper, whose names are the checkpoint's; any other module itself."""
+    model = policy.model if isinstance(policy, LLMWrapperBase) else policy
+    return model if isinstance(model, nn.Module) else policy
+
+
+def _named_tensors(pairs: Iterable[Any]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TypeError(f"the weights hold {type(pair).__name__} where (name, tensor) is needed: {ALLOWED}")
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"the weights hold ({name!r}, {type(tensor).__name__}) where (name, tensor) is needed: {ALLOWED}"
+            )
+        if name in tensors:
+            raise ValueError(f"the weights hold the name {name!r} twice")
+        tensors[name] = tensor.detach()
+    return tensors
+
+
+def _from_folder(folder: Path) -> Weights:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"weights={str(folder)!r} is no folder: {ALLOWED}")
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _safetensors_of(folder):
+        tensors.update(load_file(file))
+    return Weights(tensors, str(folder), adapter=(folder / "adapter_config.json").is_file())
+
+
+def _safetensors_of(folder: Path) -> list[Path]:
+    """The files of a folder that hold its weights, by its index if it has one."""
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [folder / file for file in files]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise FileNotFoundError(f"weights={str(folder)!r} has no *.safetensors files")
+    return found
