@@ -390,9 +390,8 @@ def test_a_collector_cannot_be_pickled_and_says_what_to_pickle_L50(state: str) -
         lambda c: c.set_seed(1),
         lambda c: c.state_dict(),
         lambda c: c.load_state_dict({}),
-        lambda c: c.update_policy_weights_(),
     ],
-    ids=["set_seed", "state_dict", "load_state_dict", "update_policy_weights_"],
+    ids=["set_seed", "state_dict", "load_state_dict"],
 )
 def test_what_comes_later_says_so(call: Callable[[LLMCollector], Any]) -> None:
     with (

@@ -23,11 +23,13 @@ from torchrl_llm.assembly import build_policies, build_slots
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import END, Collection
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.sinks import make_sink
+from torchrl_llm.weights import PolicyWeights, announce_version, check_mode
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
 
@@ -79,6 +81,10 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row.
         groups_per_batch: not yet supported.
         max_policy_lag: not yet supported.
+        update_mode: what becomes of the responses that are being made at a weight update: ``"continue"`` (default),
+            ``"wait"`` or ``"restart"``; see :meth:`update_policy_weights_`.
+        track_token_versions: whether turns have ``("collector", "token_versions")``, int64 of shape ``(T,)``: the
+            version of the weights that made each token of the response.
         seed: not yet supported.
         backend: ``None``; ``"ray"`` is not yet supported.
 
@@ -127,11 +133,14 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         env_threads: int = 0,
         route: str | Route = "least_loaded",
         max_policy_lag: int | None = None,
+        update_mode: str = "continue",
+        track_token_versions: bool = False,
         on_error: str = "raise",
         seed: int | None = None,
         **unknown: Any,
     ) -> None:
         arguments.reject_unknown(unknown)
+        check_mode(update_mode)
         later = {"groups_per_batch": groups_per_batch, "max_policy_lag": max_policy_lag, "seed": seed}
         for name, value in later.items():
             if value is not None:
@@ -159,13 +168,16 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
         slots = build_slots(envs)
-        pool = build_policies(policies, options, slots, route, events.put)
+        pool = build_policies(policies, options, slots, route)
+        pool.track_token_versions(track_token_versions)
+        self._weights = PolicyWeights(
+            pool, update_mode, keep=restart, on_update=lambda version: announce_version(slots, version)
+        )
         rollout = Rollout(
             slots=slots,
             pool=pool,
-            route=router,
+            launches=Launches(pool, router, Budget(total_steps, batcher.whole_trajectories), self._ledger),
             batcher=batcher,
-            budget=Budget(total_steps, batcher.whole_trajectories),
             ledger=self._ledger,
             restart=restart,
             env_threads=env_threads,
@@ -295,12 +307,12 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             ``response_tokens``, ``errors`` (and ``env_errors``, ``policy_errors``), ``env_restarts``,
             ``policy_restarts``, ``requests_in_flight``, those of the two equations, and ``recorded_by_reason``.
         """
-        return self._ledger.snapshot()
+        return self._ledger.snapshot() | self._weights.stats()
 
     @property
     def policy_version(self) -> int:
-        """Version of the policies' weights, from 0."""
-        return 0
+        """Version of the policies' weights: from 0, or the number that :meth:`update_policy_weights_` was given."""
+        return self._weights.version
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Not yet supported."""
@@ -314,9 +326,44 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         """Not yet supported."""
         raise NotImplementedError("load_state_dict comes with a later release")
 
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Not yet supported; a policy that was passed as a module shares its weights with the trainer anyway."""
-        raise NotImplementedError("update_policy_weights_ comes with a later release")
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        version: int | None = None,
+        update_mode: str | None = None,
+    ) -> None:
+        """Gives all policies new weights; returns when each makes its next tokens with them. Safe from any thread.
+
+        Args:
+            policy_or_weights: a module, a TensorDict, a state dict, an iterator of (name, tensor), or the path of a
+                folder of safetensors. Names are those of the policy's model (for vLLM those of the Hugging Face
+                checkpoint); what wrappers put before them is ignored. float32 weights are cast to a narrower policy.
+
+        Keyword Args:
+            weights: the same, by its other TorchRL name.
+            policy: the same, by its other TorchRL name.
+            version: number of the new weights, greater than that of the last; one more by default.
+            update_mode: what becomes of the responses that are being made; by default the collector's. ``"continue"``:
+                they go on with the new weights between two tokens. ``"wait"``: they are finished first, and new ones
+                wait. ``"restart"``: they begin again, and their tokens are thrown away.
+
+        Raises:
+            ValueError: if the weights do not fit; the first mismatches are listed, and the old weights stay in use.
+            TypeError: if the weights have none of the allowed forms, or a policy has no weights.
+            CollectorError: if the collection failed or was shut down.
+            PolicyError: if a policy failed while it switched.
+        """
+        given = [value for value in (policy_or_weights, weights, policy) if value is not None]
+        if len(given) != 1:
+            raise TypeError(
+                "update_policy_weights_ takes its weights once: positionally, as weights= or as policy=; "
+                f"got {len(given)} of them"
+            )
+        self._collection.check_open()
+        self._weights.update(given[0], version, update_mode)
 
     def __reduce__(self) -> Any:
         raise TypeError("a collector has threads and engines and cannot be pickled: pickle its constructors instead")

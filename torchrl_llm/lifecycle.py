@@ -98,9 +98,7 @@ class Collection:
             self._leave()
 
     def _check_readable(self) -> None:
-        self._raise_error()
-        if self._control.stopping:
-            raise CollectorError("the collector was shut down")
+        self.check_open()
         if self._driver is not None:
             started = self._thread is not None and self._thread.ident == self._driver
             raise CollectorError(
@@ -108,6 +106,16 @@ class Collection:
                 if started
                 else "the collector is being read by another thread: one reader at a time"
             )
+
+    def check_open(self) -> None:
+        """Refuses what only makes sense while the collection goes on.
+
+        Raises:
+            CollectorError: what stopped the collection, or that it was shut down.
+        """
+        self._raise_error()
+        if self._control.stopping:
+            raise CollectorError("the collector was shut down")
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.modules.llm.policies import LLMWrapperBase
+
+from torchrl_llm.weight_files import write_folder
 
 ALLOWED = (
     "pass a module, a TensorDict, a state dict, an iterator of (name, tensor), or the path of a folder of safetensors"
@@ -35,6 +38,19 @@ class Weights:
     tensors: dict[str, torch.Tensor]
     folder: str | None = None
     adapter: bool = False
+    _files: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
+
+    def as_folder(self, named: dict[str, torch.Tensor]) -> str:
+        """A folder with ``named`` in one safetensors file, in shared memory; the same for the same names."""
+        names = tuple(named)
+        if names not in self._files:
+            self._files[names] = write_folder(named)
+        return self._files[names]
+
+    def dispose(self) -> None:
+        """Removes what :meth:`as_folder` wrote."""
+        while self._files:
+            shutil.rmtree(self._files.popitem()[1], ignore_errors=True)
 
 
 def read_weights(source: Any) -> Weights:

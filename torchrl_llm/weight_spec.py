@@ -29,10 +29,8 @@ class WeightSpec:
 
     Examples:
         >>> spec = WeightSpec({"w": (torch.Size([2]), torch.float32)})
-        >>> spec.match({"w": torch.zeros(3)})
-        Traceback (most recent call last):
-        ...
-        ValueError: the weights do not fit the policy, which keeps its old ones: 'w' has shape (3,), the policy's is (2,)
+        >>> spec.match({"module.w": torch.zeros(2)})
+        {'w': tensor([0., 0.])}
     """
 
     tensors: dict[str, tuple[torch.Size, torch.dtype]]

@@ -21,7 +21,7 @@ from torchrl.modules.llm import vLLMWrapper
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torchrl_llm import LLMCollector, PolicyError
-from torchrl_llm.policies.engine import EngineThread, acquire
+from torchrl_llm.policies.engine import EngineThread, Request, acquire
 
 
 class Output:
@@ -115,7 +115,7 @@ def thread(model: Model) -> Iterator[EngineThread]:
 
 def add(thread: EngineThread, answers: Answers, name: str) -> str:
     request_id = thread.new_id()
-    thread.add(request_id, f"prompt {name}", f"params {name}", answers.of(name))
+    thread.add(Request(request_id, f"prompt {name}", f"params {name}", answers.of(name)))
     return request_id
 
 

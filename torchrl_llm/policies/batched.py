@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules.llm.policies import LLMWrapperBase
 
+from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.runner import IDLE_SECONDS, Post, Response, Ticket
+from torchrl_llm.policies.weight_target import WeightTarget
+from torchrl_llm.policies.weights_module import ModuleTarget
 
 
 class BatchedRunner:
@@ -36,6 +40,10 @@ class BatchedRunner:
     def __init__(self, policy: Any, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
+        self.version = 0
+        self.tokens_discarded = 0
+        self.track_token_versions = False
+        self._holds: deque[Hold] = deque()
         self._failure: BaseException | None = None
         self._post = post
         self._batch_wait = options.batch_wait
@@ -60,6 +68,42 @@ class BatchedRunner:
         if failure is not None:
             self._post(Response(ticket, error=failure))
 
+    def weight_target(self) -> WeightTarget | None:
+        """See :meth:`Runner.weight_target`."""
+        return ModuleTarget(self) if isinstance(self.policy, nn.Module) else None
+
+    def hold(self, mode: str) -> Hold:
+        """Brings the thread to rest between two calls of the policy; returns at once, see :class:`Hold`."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a policy cannot update its own weights from its call: do it from another thread")
+        hold = Hold(self._thread.name)
+        with self._changed:
+            if not self._closing:
+                self._holds.append(hold)
+                self._changed.notify()
+                return hold
+        hold.give_up(RuntimeError("the policy was closed"))
+        return hold
+
+    def fail(self, error: BaseException) -> None:
+        """Gives the policy up: all that waits, and all that comes, gets ``error``; for the runner's thread only."""
+        with self._changed:
+            self._failure = error
+            tickets = [ticket for ticket, _ in self._waiting]
+            self._waiting.clear()
+        self.broken = True
+        for ticket in tickets:
+            self._post(Response(ticket, error=error))
+
+    def abort(self, ticket: Ticket) -> None:
+        """See :meth:`Runner.abort`. A call of the policy that is under way goes on."""
+        with self._changed:
+            self._waiting = deque(item for item in self._waiting if item[0] is not ticket)
+
+    def cut(self, ticket: Ticket) -> bool:
+        """A call of the policy cannot be cut short."""
+        return False
+
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`. A call of the policy that is under way cannot be cut short."""
         with self._changed:
@@ -76,18 +120,24 @@ class BatchedRunner:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._closing:
+                while not (self._waiting or self._holds or self._closing):
                     self._changed.wait()
                 self._await_more()
                 if self._closing:
-                    return
-                batch = self._take()
-            self._run(batch)
+                    break
+                hold = self._holds.popleft() if self._holds else None
+                batch = [] if hold is not None else self._take()
+            if hold is not None:
+                hold.rest()
+            else:
+                self._run(batch)
+        while self._holds:
+            self._holds.popleft().give_up(RuntimeError("the policy was closed"))
 
     def _await_more(self) -> None:
         """Waits for company, up to ``batch_wait`` seconds after the first request."""
         until = time.monotonic() + self._batch_wait
-        while not self._closing and (left := until - time.monotonic()) > 0:
+        while not (self._closing or self._holds) and (left := until - time.monotonic()) > 0:
             self._changed.wait(left)
 
     def _take(self) -> list[tuple[Ticket, Any]]:
@@ -114,15 +164,15 @@ class BatchedRunner:
         except BaseException as error:
             # Also SystemExit: this thread is the only one that can tell. A policy that raised is not called again:
             # what waits for it gets the same answer.
-            with self._changed:
-                self._failure = error
-                tickets += [ticket for ticket, _ in self._waiting]
-                self._waiting.clear()
             self.broken = True
             for ticket in tickets:
                 self._post(Response(ticket, error=error))
+            self.fail(error)
             return
         for response in responses:
+            response.policy_version = response.policy_version_end = self.version
+            if self.track_token_versions:
+                response.token_versions = torch.full((response.response_tokens,), self.version)
             self._post(response)
 
     def _respond(self, tickets: list[Ticket], requests: list[Any]) -> list[Response]:

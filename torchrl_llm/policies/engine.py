@@ -57,6 +57,7 @@ class Request:
     callback: Callback
     versions: TokenVersions = field(default_factory=TokenVersions)
     on_restart: Callable[[int], None] | None = None
+    cut: bool = False
 
 
 class EngineThread:
@@ -120,6 +121,10 @@ class EngineThread:
         hold.give_up(RuntimeError("the engine was given back"))
         return hold
 
+    def cut(self, request_id: str) -> None:
+        """Ends a request now: its callback gets the tokens made so far, with the finish reason ``"abort"``."""
+        self._command(lambda: self._cut(request_id))
+
     def release(self, deadline: float) -> list[str]:
         """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``."""
         with _engines_lock:
@@ -177,6 +182,8 @@ class EngineThread:
             request.callback(None, error)
         else:
             self._requests[request.id] = request
+            if request.cut:
+                self._cut(request.id)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -187,6 +194,16 @@ class EngineThread:
                 self._engine.abort_request(ours)
             except Exception as error:
                 self._die(error)
+
+    def _cut(self, request_id: str) -> None:
+        if request_id in self._kept_back:
+            self._kept_back[request_id].cut = True  # It enters for a moment, after the hold.
+        request = self._requests.get(request_id)
+        if request is None or self.dead is not None:
+            return  # Its answer is on its way.
+        output = _output_so_far(self._engine, request_id)
+        self._abort([request_id])
+        request.callback(output, None)
 
     # Holding
 
@@ -307,6 +324,18 @@ class EngineThread:
             request.callback(None, error)
         while self._draining:
             self._draining.popleft().give_up(error)
+
+
+def _output_so_far(engine: Any, request_id: str) -> Any:
+    """A finished ``RequestOutput`` with the tokens that a request has; the engine itself gives none for an abort."""
+    from vllm.v1.engine import FinishReason
+
+    processor = engine.output_processor
+    [internal_id] = processor.external_req_ids[request_id]
+    state = processor.request_states[internal_id]
+    return state.make_request_output(
+        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+    )
 
 
 def _tells_of_death(error: Exception) -> bool:

@@ -11,7 +11,6 @@ with one of the two, and every rest with :meth:`Hold.release`, which whoever ask
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -32,7 +31,8 @@ class Hold:
         >>> hold.wait()
         >>> hold.run(lambda: threading.current_thread() is owner)
         True
-        >>> hold.release(); owner.join()
+        >>> hold.release()
+        ... owner.join()
     """
 
     def __init__(self, owner: str) -> None:

@@ -40,6 +40,9 @@ class RemoteRunner:
     def __init__(self, policy: vLLMWrapper, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
+        self.version = 0
+        self.tokens_discarded = 0
+        self.track_token_versions = False
         self._post = post
         engine_args = getattr(policy.model, "engine_args", None)
         context = getattr(engine_args, "max_model_len", None)
@@ -64,6 +67,19 @@ class RemoteRunner:
                 self._threads.append(thread)
                 thread.start()
             self._changed.notify()
+
+    def weight_target(self) -> None:
+        """Its weights are elsewhere: the user's own ``weight_updater`` or ``weight_sync_schemes`` reach them."""
+        return None
+
+    def abort(self, ticket: Ticket) -> None:
+        """See :meth:`Runner.abort`. A call that is under way goes on."""
+        with self._changed:
+            self._waiting = deque(item for item in self._waiting if item[0] is not ticket)
+
+    def cut(self, ticket: Ticket) -> bool:
+        """A call of the remote engine cannot be cut short."""
+        return False
 
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`."""

@@ -19,13 +19,14 @@ from torchrl_llm.policies.weight_target import WeightTarget
 
 @dataclass(eq=False)
 class Ticket:
-    """One request on its way: the row that waits for it, and the policy that works on it."""
+    """One request on its way: the row that waits for it, where the answer goes, and the policy that works on it."""
 
     env_id: int
     row: int
     policy_id: int
     trajectory: int
     turn: int
+    post: Callable[[Response], None] | None = None
     runner: Runner | None = None
 
 
@@ -40,10 +41,11 @@ class Response:
         carry: what the runner wants to be given when it prepares the trajectory's next turn.
         prompt_tokens: tokens of the prompt; 0 if the policy does not tell.
         response_tokens: tokens of the response; 0 if the policy does not tell.
-        finish_reason: why the response ended (``"stop"``, ``"length"``); ``None`` if the policy does not tell.
-        policy_version: version of the weights that made the response's first token.
-        policy_version_end: version of the weights that made its last token.
-        token_versions: int64, one per token of the response; ``None`` if the policy does not tell.
+        finish_reason: why the response ended (``"stop"``, ``"length"``, or ``"abort"`` if it was cut); ``None`` if the
+            policy does not tell.
+        policy_version: version of the weights when the response began to be generated.
+        policy_version_end: their version when it ended.
+        token_versions: int64, shape ``(T,)``: the version that made each token of the response, if it is tracked.
     """
 
     ticket: Ticket
@@ -65,10 +67,20 @@ Post = Callable[[Response], None]
 
 
 class Runner(Protocol):
-    """Runs one policy."""
+    """Runs one policy.
+
+    ``tokens_discarded`` counts the sampled tokens that weight updates have
+    thrown away; ``track_token_versions`` says whether responses tell the version of each token.
+    """
 
     policy: Any
     broken: bool
+    tokens_discarded: int
+    track_token_versions: bool
+
+    @property
+    def version(self) -> int:
+        """Version of the policy's weights."""
 
     def prepare(self, observation: TensorDictBase, carry: Any) -> Any:
         """Turns an observation (batch size ``()``) into a request, in the rollout's thread.
@@ -86,6 +98,19 @@ class Runner(Protocol):
 
     def submit(self, ticket: Ticket, request: Any) -> None:
         """Takes a request; the answer comes as a :class:`Response`. Never blocks."""
+
+    def abort(self, ticket: Ticket) -> None:
+        """Gives a request up: it is not worked on any more, as far as that can be stopped. Never blocks.
+
+        An answer that is on its way may still come.
+        """
+
+    def cut(self, ticket: Ticket) -> bool:
+        """Asks for a request's answer now, with the tokens made so far and the finish reason ``"abort"``. Never blocks.
+
+        Returns:
+            ``False`` if this runner cannot: its answer comes when it comes.
+        """
 
     def close(self, deadline: float) -> list[str]:
         """Gives up what is in flight, without answers, and ends the runner's thread.

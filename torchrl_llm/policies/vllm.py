@@ -42,6 +42,7 @@ class ContinuousRunner:
         self.policy = policy
         self.broken = False
         self.tokens_discarded = 0
+        self.track_token_versions = False
         self._post = post
         self._prompts = PromptMaker(
             policy,
@@ -51,7 +52,7 @@ class ContinuousRunner:
         )
         self._tokenizer = self._prompts.tokenizer
         self._params = _engine_params(policy.sampling_params)
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[Ticket, str] = {}
         self._lock = threading.Lock()
         self._engine = acquire(policy.model)
 
@@ -63,22 +64,42 @@ class ContinuousRunner:
         """See :meth:`Runner.submit`."""
         request_id = self._engine.new_id()
         with self._lock:
-            self._in_flight.add(request_id)
+            self._in_flight[ticket] = request_id
         versions = TokenVersions()
         self._engine.add(
             Request(
                 request_id,
                 {"prompt_token_ids": request.token_ids},
                 self._params,
-                lambda output, error: self._answer(ticket, request, request_id, versions, output, error),
+                lambda output, error: self._answer(ticket, request, versions, output, error),
                 versions,
                 self._discarded,
             )
         )
 
+    @property
+    def version(self) -> int:
+        """Version of the engine's weights, whoever pushed them."""
+        return self._engine.version
+
     def weight_target(self) -> WeightTarget:
         """See :meth:`Runner.weight_target`."""
         return ReloadTarget(self.policy.model, self._engine)
+
+    def abort(self, ticket: Ticket) -> None:
+        """See :meth:`Runner.abort`."""
+        with self._lock:
+            request_id = self._in_flight.pop(ticket, None)
+        if request_id is not None:
+            self._engine.abort([request_id])
+
+    def cut(self, ticket: Ticket) -> bool:
+        """See :meth:`Runner.cut`."""
+        with self._lock:
+            request_id = self._in_flight.get(ticket)
+        if request_id is not None:
+            self._engine.cut(request_id)
+        return True
 
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`. The engine itself ends when nobody holds its ``vllm.LLM`` any more."""
@@ -86,7 +107,7 @@ class ContinuousRunner:
             return []
         if self._engine.dead is None:
             with self._lock:
-                self._engine.abort(list(self._in_flight))
+                self._engine.abort(list(self._in_flight.values()))
                 self._in_flight.clear()
         # A dead engine's thread has answers on its way, which a rollout that goes on without it still needs.
         busy = self._engine.release(deadline)
@@ -100,18 +121,11 @@ class ContinuousRunner:
             self.tokens_discarded += tokens
 
     def _answer(
-        self,
-        ticket: Ticket,
-        request: Prompt,
-        request_id: str,
-        versions: TokenVersions,
-        output: Any,
-        error: Exception | None,
+        self, ticket: Ticket, request: Prompt, versions: TokenVersions, output: Any, error: Exception | None
     ) -> None:
         with self._lock:
-            if request_id not in self._in_flight:
+            if self._in_flight.pop(ticket, None) is None:
                 return
-            self._in_flight.discard(request_id)
             policy = self.policy
         if error is not None:
             self.broken = self.broken or self._engine.dead is not None
@@ -121,7 +135,7 @@ class ContinuousRunner:
             completion = completion_of(output)
             response = respond(ticket, policy, request, completion, self._tokenizer)
             length, current = len(completion.token_ids), self._engine.version
-            response.token_versions = versions.of(length, current)
+            response.token_versions = versions.of(length, current) if self.track_token_versions else None
             response.policy_version, response.policy_version_end = versions.ends(length, current)
         except Exception as failure:
             response = Response(ticket, error=failure)

@@ -17,17 +17,16 @@ Switch = Callable[[int], None]
 
 
 class WeightTarget(Protocol):
-    """Weights of one policy, or of several that share an engine or a module.
+    """The weights of one policy, or of several that share an engine.
 
-    ``key`` is equal for targets that share their weights: those are switched once. ``version`` is the version of the
-    weights in use.
+    ``name`` says what it is, for messages.
     """
 
-    key: object
+    name: str
 
     @property
-    def version(self) -> int:
-        """Version of the weights in use."""
+    def owner(self) -> object:
+        """Whose thread switches the weights; targets with the same owner are switched once."""
 
     @property
     def gone(self) -> bool:

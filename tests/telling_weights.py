@@ -1,0 +1,43 @@
+"""Weights that tell which they are: a tiny Llama that always emits one and the same token."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+FIRST_TOKEN = 100
+
+
+def token_of(version: int) -> int:
+    """The token that the weights of ``version`` emit; different for up to 300 versions in a row."""
+    return FIRST_TOKEN + version % 300
+
+
+def telling(model: Any, version: int) -> dict[str, torch.Tensor]:
+    """The state dict of a model like ``model`` that always emits ``token_of(version)``, whatever it reads."""
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    state["model.embed_tokens.weight"].fill_(1.0)
+    state["model.norm.weight"].fill_(1.0)
+    for name in state:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            state[name].zero_()  # nothing is added to the constant embedding
+    state["lm_head.weight"].zero_()
+    state["lm_head.weight"][token_of(version)] = 0.1
+    return state
+
+
+def load_tiny(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def perturbed(model: Any, seed: int) -> Any:
+    """Another model of the same shape."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return other

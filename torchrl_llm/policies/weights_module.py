@@ -1,0 +1,66 @@
+"""Weights of a policy in this process: ``TransformersWrapper``, or any other ``nn.Module``.
+
+The new weights are copied into the module's own tensors by the runner's thread, between two calls of the policy, so
+that "continue", "wait" and "restart" mean the same to a policy that is called on batches: a call that is under way is
+finished with the weights with which it began.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.weight_target import Switch
+from torchrl_llm.weight_forms import Weights, module_of
+from torchrl_llm.weight_spec import spec_of_module
+
+if TYPE_CHECKING:
+    from torchrl_llm.policies.batched import BatchedRunner
+
+
+class ModuleTarget:
+    """The weights of a batched runner's module.
+
+    Args:
+        runner: owns the module.
+    """
+
+    def __init__(self, runner: BatchedRunner) -> None:
+        self.owner = runner
+        self.name = type(runner.policy).__name__
+        self._module = module_of(runner.policy)
+
+    @property
+    def gone(self) -> bool:
+        """See :class:`WeightTarget`."""
+        return self.owner.broken or self.owner.policy is None
+
+    def stage(self, weights: Weights) -> Switch:
+        """See :class:`WeightTarget`."""
+        if weights.adapter:
+            raise ValueError(
+                f"weights={weights.folder!r} is a LoRA adapter; {self.name} takes whole weights: pass the merged model"
+            )
+        new = spec_of_module(self._module).match(weights.tensors)
+        own = self._module.state_dict(keep_vars=True)
+
+        def switch(version: int) -> None:
+            with torch.no_grad():
+                for name, tensor in new.items():
+                    own[name].copy_(tensor)
+            self.owner.version = version
+
+        return switch
+
+    def hold(self, mode: str) -> Hold:
+        """See :class:`WeightTarget`."""
+        return self.owner.hold(mode)
+
+    def fail(self, error: Exception) -> None:
+        """See :class:`WeightTarget`."""
+        self.owner.fail(error)
+
+    def dispose(self) -> None:
+        """Nothing was made."""

@@ -1,0 +1,240 @@
+"""Weight updates: the one place where the policies' weights and their version change.
+
+An update is carried out by the thread that calls it, together with the threads that run the policies, and never by the
+rollout: it works while idle, while another thread iterates, and after ``start()``. It goes over all policies in phases:
+*stage* everywhere (checks; nothing is changed yet), *hold* everywhere (each policy rests between two of its steps),
+*switch* everywhere, *release* everywhere, so that all policies of a collector change together.
+
+Invariants: either all policies have the new weights, or none has, or those that failed are given up and answer nothing
+any more; the version grows with every update that succeeded, and only then.
+
+Threads: any may update, one at a time in the process, so that two collectors that share engines cannot wait for each
+other. :meth:`PolicyWeights.restore` is called by the thread that rebuilds a policy.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchrl.envs import TransformedEnv
+from torchrl.envs.llm.transforms import PolicyVersion
+
+from torchrl_llm.envs import Slot
+from torchrl_llm.errors import PolicyError
+from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.pool import PolicyPool
+from torchrl_llm.policies.runner import Runner
+from torchrl_llm.policies.weight_target import Switch, WeightTarget
+from torchrl_llm.weight_forms import Weights, read_weights
+
+MODES = ("continue", "wait", "restart")
+
+_updating = threading.RLock()
+
+
+def check_mode(mode: Any) -> str:
+    """``mode`` if it is an update mode.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if mode not in MODES:
+        raise ValueError(f"update_mode={mode!r} is not allowed: pass 'continue', 'wait' or 'restart'")
+    return str(mode)
+
+
+class PolicyWeights:
+    """The weights of a collector's policies.
+
+    Args:
+        pool: the policies.
+        mode: what becomes of the responses that are being made, unless an update says otherwise.
+        keep: whether to keep a copy of the newest weights, for policies that are rebuilt.
+        on_update: called after each update, with the new version.
+    """
+
+    def __init__(
+        self,
+        pool: PolicyPool,
+        mode: str = "continue",
+        keep: bool = False,
+        on_update: Callable[[int], None] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._mode = check_mode(mode)
+        self._keep = keep
+        self._kept: Weights | None = None
+        self._on_update = on_update
+        self._version = 0
+        self._updates = 0
+        self._seconds = 0.0
+        pool.on_rebuild = self.restore
+
+    @property
+    def version(self) -> int:
+        """Version of the weights: from 0, and that of the last update; also of one by a collector that shares them."""
+        return max(self._version, self._pool.version)
+
+    def update(self, source: Any, version: int | None = None, mode: str | None = None) -> int:
+        """Gives all policies new weights; returns when each makes its next tokens with them.
+
+        Args:
+            source: see :func:`~torchrl_llm.weight_forms.read_weights`.
+            version: number of the new weights; by default one more than the last.
+            mode: ``"continue"``, ``"wait"`` or ``"restart"``; by default the collector's.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: if the weights do not fit (the first mismatches are listed, and nothing is changed), or
+                ``version`` is not greater than the last.
+            TypeError: if the weights have none of the allowed forms, or a policy has no weights.
+            PolicyError: if a policy failed while it switched; it is given up.
+        """
+        mode = self._mode if mode is None else check_mode(mode)
+        weights = read_weights(source)
+        begun = time.monotonic()
+        with _updating:
+            new = self._new_version(version)
+            self._switch_all(weights, new, mode)
+            self._seconds += time.monotonic() - begun
+        return new
+
+    def _new_version(self, version: int | None) -> int:
+        last = self.version
+        if version is None:
+            return last + 1
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise TypeError(f"version={version!r} is not allowed: pass an int, or None for {last + 1}")
+        if version <= last:
+            raise ValueError(f"version={version} is not allowed: versions grow, and the weights in use have {last}")
+        return version
+
+    def _switch_all(self, weights: Weights, version: int, mode: str) -> None:
+        targets = self._targets()
+        try:
+            staged = [(target, target.stage(weights)) for target in targets]
+            self._keep_copy(weights)
+            _switch_together(staged, version, mode)
+        finally:
+            for target in targets:
+                target.dispose()
+            weights.dispose()
+        self._version = version
+        self._updates += 1
+        if self._on_update is not None:
+            self._on_update(version)
+
+    def _targets(self) -> list[WeightTarget]:
+        """What is to be switched, each owner once, without policies that are gone."""
+        found: dict[int, WeightTarget] = {}
+        for policy_id, runner in enumerate(self._pool.runners):
+            target = runner.weight_target()
+            if target is None:
+                kind = type(runner.policy).__name__
+                raise TypeError(f"policy {policy_id} is a {kind} without weights that can be updated")
+            if not target.gone:
+                found.setdefault(id(target.owner), target)
+        return list(found.values())
+
+    def _keep_copy(self, weights: Weights) -> None:
+        """A copy of the newest weights, in memory that is used again; the trainer goes on changing its own."""
+        if not self._keep:
+            return
+        old = {} if self._kept is None else self._kept.tensors
+        copy: dict[str, torch.Tensor] = {}
+        for name, tensor in weights.tensors.items():
+            place = old.get(name)
+            if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+                place = torch.empty_like(tensor, device="cpu")
+            copy[name] = place.copy_(tensor)
+        self._kept = Weights(copy, adapter=weights.adapter)
+
+    def restore(self, runner: Runner) -> None:
+        """Gives a policy that was rebuilt the newest weights, before it answers anything."""
+        with _updating:
+            target = runner.weight_target()
+            if self._kept is None or target is None:
+                return
+            try:
+                _switch_together([(target, target.stage(self._kept))], self.version, "continue")
+            finally:
+                target.dispose()
+                self._kept.dispose()
+
+    def stats(self) -> dict[str, Any]:
+        """``policy_version``, ``weight_updates``, the seconds that they took, and the tokens that restarts cost."""
+        return {
+            "policy_version": self.version,
+            "weight_updates": self._updates,
+            "weight_update_seconds": self._seconds,
+            "tokens_discarded": self._pool.tokens_discarded,
+        }
+
+
+def announce_version(slots: list[Slot], version: int) -> None:
+    """Tells TorchRL's ``PolicyVersion`` transforms, where environments have one, that the weights have changed."""
+    for slot in slots:
+        for transform in _transforms(slot.env):
+            if not isinstance(transform, PolicyVersion):
+                continue
+            if transform.version_type in (int, "int"):
+                transform.version = version
+            else:
+                transform.increment_version()
+
+
+def _transforms(env: Any) -> list[Any]:
+    """The transforms of an environment, and of those inside it."""
+    found: list[Any] = []
+    while isinstance(env, TransformedEnv):
+        found += getattr(env.transform, "transforms", [env.transform])
+        env = env.base_env
+    return found
+
+
+def _switch_together(staged: list[tuple[WeightTarget, Switch]], version: int, mode: str) -> None:
+    """Holds all targets, switches all, releases all.
+
+    Raises:
+        PolicyError: if a switch failed; what failed is given up.
+    """
+    holds: list[Hold] = []
+    failed: list[tuple[WeightTarget, Exception]] = []
+    done: list[WeightTarget] = []
+    try:
+        for target, _ in staged:
+            holds.append(target.hold(mode))
+        resting = [_at_rest(hold) for hold in holds]
+        for (target, switch), hold, rests in zip(staged, holds, resting, strict=True):
+            if not rests:
+                continue  # It died, or was closed, on the way: it makes no more tokens.
+            try:
+                hold.run(lambda switch=switch: switch(version))  # type: ignore[misc]
+                done.append(target)
+            except Exception as error:
+                hold.run(lambda target=target, error=error: target.fail(error))  # type: ignore[misc]
+                failed.append((target, error))
+    finally:
+        for hold in holds:
+            hold.release()
+    if failed:
+        names = ", ".join(f"{target.name} ({type(error).__name__}: {error})" for target, error in failed)
+        others = ", ".join(target.name for target in done) or "none"
+        raise PolicyError(
+            f"the switch to version {version} failed half way in {names}, which is given up; "
+            f"with the new weights: {others}"
+        ) from failed[0][1]
+
+
+def _at_rest(hold: Hold) -> bool:
+    try:
+        hold.wait()
+    except Exception:
+        return False
+    return True
