@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torchrl_llm.collector import LLMCollector
     from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, WorkerError
     from torchrl_llm.policies.options import RunnerOptions
+    from torchrl_llm.ray.hooks import WorkerHooks
+    from torchrl_llm.ray_collector import RayCollector
 
 __all__ = [
     "CollectorError",
@@ -21,8 +23,10 @@ __all__ = [
     "LLMCollector",
     "PolicyError",
     "PromptsExhausted",
+    "RayCollector",
     "RunnerOptions",
     "WorkerError",
+    "WorkerHooks",
     "split_trajectories",
 ]
 
@@ -32,8 +36,10 @@ _MODULES = {
     "LLMCollector": "collector",
     "PolicyError": "errors",
     "PromptsExhausted": "errors",
+    "RayCollector": "ray_collector",
     "RunnerOptions": "policies.options",
     "WorkerError": "errors",
+    "WorkerHooks": "ray.hooks",
     "split_trajectories": "batches",
 }
 

@@ -64,10 +64,27 @@ REPLACED = {
     "auto_register_policy_transforms": "append the transforms to the environment",
     "compact_obs": "every turn has its observation and the next one; leave it out",
     "weight_recv_schemes": "weights come with a later release; leave it out",
-    "backend_options": "backend='ray' comes with a later release; leave it out",
+    "backend_options": "pass Ray's options themselves, beside backend='ray': num_workers=, num_gpus=, ...",
+    "remote_config": "pass num_cpus=, num_gpus= and resources= beside backend='ray'",
+    "remote_configs": "pass num_cpus=, num_gpus= and resources= beside backend='ray'",
+    "sync_iter": "workers go on while you use a batch; with backend='ray', prefetch= says how far ahead",
     "worker_idx": "leave it out; turns have ('collector', 'env_id') and ('collector', 'policy_id')",
     "verbose": "use logging.getLogger('torchrl_llm') and collector.stats()",
 }
+# Arguments of RayCollector.
+RAY_ONLY = (
+    "num_workers",
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "ray_init_config",
+    "placement",
+    "prefetch",
+    "max_restarts",
+    "worker_timeout",
+    "ordered",
+    "hooks",
+)
 LATER = ("groups_per_batch", "max_policy_lag", "seed")
 
 
@@ -78,6 +95,8 @@ def reject_unknown(arguments: Mapping[str, Any]) -> None:
         TypeError: naming the argument, and what to do instead.
     """
     for name in arguments:
+        if name in RAY_ONLY:
+            raise TypeError(f"{name}= only makes sense with Ray: pass backend='ray' too, or leave it out")
         hint = REPLACED.get(name)
         if hint is None and "frames" in name:
             hint = "frames are called steps here"

@@ -20,6 +20,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_llm import arguments
 from torchrl_llm.assembly import build_policies, build_slots
+from torchrl_llm.batches import Turn, stack_turns
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.errors import CollectorError
@@ -44,8 +45,21 @@ class _DCMeta(abc.ABCMeta):
         if backend is None:
             return super().__call__(*args, **kwargs)
         if backend == "ray":
-            raise NotImplementedError("backend='ray' comes with a later release; leave it out to collect locally")
+            return ray_collector(cls, *args, **kwargs)
         raise ValueError(f"backend={backend!r} is not allowed: pass None or 'ray'")
+
+
+def ray_collector(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """A :class:`RayCollector` whose workers are collectors of ``cls``.
+
+    Raises:
+        ImportError: if Ray is not installed.
+    """
+    from torchrl_llm.ray_collector import RayCollector
+
+    if issubclass(cls, RayCollector):
+        return cls(*args, **kwargs)
+    return RayCollector(*args, collector_class=cls, **kwargs)
 
 
 class LLMCollector(BaseCollector, metaclass=_DCMeta):
@@ -86,7 +100,8 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         track_token_versions: whether turns have ``("collector", "token_versions")``, int64 of shape ``(T,)``: the
             version of the weights that made each token of the response.
         seed: not yet supported.
-        backend: ``None``; ``"ray"`` is not yet supported.
+        backend: ``None`` collects in this process; ``"ray"`` gives a :class:`RayCollector`, whose workers are
+            collectors of this class, and takes its arguments too.
 
     Yields:
         One-dimensional lazy stacks of turns. Besides the environment's and the policy's own keys a turn has, under
@@ -378,13 +393,20 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
 
 
 class _BatchFinish:
-    """Runs the collector's ``postproc`` and hooks, without keeping the collector alive."""
+    """Stacks turns and runs the collector's ``postproc`` and hooks, without keeping the collector alive."""
 
     def __init__(self, collector: LLMCollector) -> None:
         self._collector = weakref.ref(collector)
         self._postproc = collector.postproc
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase | None:
+    @property
+    def looks(self) -> bool:
+        """Whether anybody sees batches before they are delivered."""
+        collector = self._collector()
+        return self._postproc is not None or (collector is not None and collector.post_collect_hook is not None)
+
+    def __call__(self, turns: list[Turn]) -> TensorDictBase | None:
+        batch = stack_turns(turns)
         finished = batch if self._postproc is None else self._postproc(batch)
         if finished is not None and not isinstance(finished, TensorDictBase):
             raise CollectorError(f"postproc returned {type(finished).__name__}; a TensorDict or None is needed")

@@ -22,7 +22,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_llm.batches import Turn, ended_trajectories, stack_turns
+from torchrl_llm.batches import Turn, ended_trajectories
 from torchrl_llm.control import Control, Stopped
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.ledger import Ledger
@@ -50,7 +50,7 @@ class Collection:
         rollout: the rollout.
         control: its stop and pause.
         ledger: its books.
-        finish_batch: called with each stacked batch; what it returns is delivered, ``None`` means nothing.
+        finish_batch: called with the turns of each batch; what it returns is delivered, ``None`` means nothing.
         sink: where batches go; ``None`` gives them to the reader.
     """
 
@@ -59,7 +59,7 @@ class Collection:
         rollout: Rollout,
         control: Control,
         ledger: Ledger,
-        finish_batch: Callable[[TensorDictBase], TensorDictBase | None],
+        finish_batch: Callable[[list[Turn]], TensorDictBase | None],
         sink: Sink | None,
     ) -> None:
         self._rollout = rollout
@@ -165,7 +165,7 @@ class Collection:
 
     def _make_batch(self, turns: list[Turn]) -> TensorDictBase | None:
         try:
-            batch = self._finish_batch(stack_turns(turns))
+            batch = self._finish_batch(turns)
         except Exception as error:
             self._ledger.drop(len(turns), ended_trajectories(turns), "postproc_failed")
             raise CollectorError(f"postproc failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""The parts of :class:`~torchrl_llm.ray_collector.RayCollector`, one module each."""

@@ -1,0 +1,474 @@
+"""The workers: they are started, asked, watched, restarted, added, removed and ended here.
+
+Everything that a :class:`Fleet` holds is guarded by its lock; transitions take it, waiting does not. They are driven by
+whoever reads the collector (:mod:`torchrl_llm.ray.rollout`), which hands in the events that Ray's threads post; a
+thread that adds, removes or calls workers takes the lock for its part.
+
+Invariants: a worker has one process at a time; events of a process that is over are ignored; each process that is over
+has its trajectories recorded in the books; after :meth:`Fleet.close` no actor and no placement group of ours is left.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from torchrl_llm.errors import CollectorError, WorkerError
+from torchrl_llm.ray import calls
+from torchrl_llm.ray.arguments import RayArguments
+from torchrl_llm.ray.books import ClusterBooks
+from torchrl_llm.ray.cluster import Placement, disconnect
+from torchrl_llm.ray.errors import WireError, from_wire
+from torchrl_llm.ray.hooks import WorkerHooks
+from torchrl_llm.ray.member import (
+    COLLECTING,
+    FAILED,
+    FINISHED,
+    LEAVING,
+    LOST,
+    REMOVED,
+    STARTING,
+    Arrival,
+    Event,
+    Member,
+)
+from torchrl_llm.ray.messages import Header
+from torchrl_llm.ray.schedule import Schedule
+from torchrl_llm.ray.worker import Order
+
+logger = logging.getLogger("torchrl_llm")
+
+# How often workers are asked for their books while the driver waits for them.
+REPORT_SECONDS = 1.0
+# How long a process may take until its collector is built: engines load their weights, a cluster makes room.
+START_SECONDS = 1800.0
+# How long workers get to hand over what they have finished.
+FINISH_SECONDS = 10.0
+# How long the driver waits for the sign that a killed process is gone.
+KILL_SECONDS = 5.0
+
+MakeOrder = Callable[[int, int], Order]
+
+
+class Fleet:
+    """All workers of a collector.
+
+    Args:
+        make_order: what a worker is to do, by its number and that of its process.
+        arguments: how many there are and what they may use.
+        placement: where they run.
+        books: the cluster's books.
+        schedule: takes what they send.
+        hooks: what is called at the turns of their lives.
+        events: the driver's queue; ``None`` in it wakes the driver.
+        max_restarts: how often each worker may be restarted.
+        worker_timeout: seconds without any progress after which a worker is taken for lost; ``None`` for no limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_order: MakeOrder,
+        arguments: RayArguments,
+        placement: Placement,
+        books: ClusterBooks,
+        schedule: Schedule[Arrival],
+        hooks: WorkerHooks,
+        events: queue.SimpleQueue[Event | None],
+        max_restarts: int,
+        worker_timeout: float | None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.fatal: CollectorError | None = None
+        self._make_order = make_order
+        self._arguments = arguments
+        self._placement = placement
+        self._books = books
+        self._schedule = schedule
+        self._hooks = hooks
+        self._events = events
+        self._max_restarts = max_restarts
+        self._worker_timeout = worker_timeout
+        self._members: dict[int, Member] = {}
+        self._restarts: Counter[int] = Counter()
+        self._lives = 0
+        self._workers = 0
+        self._building = True
+        self._begun = False
+        self._opened_by = 0
+        self._pauses = 0
+        self._reported = time.monotonic()
+        self._closed = False
+
+    # Starting
+
+    def start(self) -> None:
+        """Starts the first workers and waits until their collectors are built.
+
+        Raises:
+            CollectorError: why one of them could not be built.
+        """
+        with self.lock:
+            for _ in range(self._arguments.num_workers):
+                self._launch(self._new_worker())
+        while self.fatal is None and any(not member.ready for member in self._members.values()):
+            event = self._wait(REPORT_SECONDS)
+            if event is not None:
+                self.handle(event)
+            self.watch()
+        self._building = False
+        if self.fatal is not None:
+            raise self.fatal
+
+    def _new_worker(self) -> int:
+        self._workers += 1
+        return self._workers - 1
+
+    def _launch(self, worker: int) -> None:
+        life, self._lives = self._lives, self._lives + 1
+        self._books.begin(life, worker)
+        self._schedule.join(worker)
+        order = ray.put(self._make_order(worker, life))
+        actor = self._placement.launch(order, worker, self._arguments.demand(worker))
+        member = self._members[worker] = Member(worker, life, actor, self._events.put)
+        member.ask_ready()
+
+    def send_to(self, opened_by: int) -> bool:
+        """Says who will open the workers' parcels; ``False`` if it is too late, since they have begun."""
+        with self.lock:
+            if not self._begun:
+                self._opened_by = opened_by
+            return self._opened_by == opened_by
+
+    def begin(self) -> None:
+        """Lets the workers collect; those that come later begin by themselves."""
+        with self.lock:
+            if self._begun:
+                return
+            self._begun = True
+            for member in self._members.values():
+                if member.ready and member.state == STARTING:
+                    self._begin(member)
+
+    def _begin(self, member: Member) -> None:
+        member.begun = True
+        self._become(member, COLLECTING)
+        member.actor.begin.remote(self._opened_by)
+        if self._pauses:
+            member.actor.pause.remote()
+        member.ask_take()
+
+    def _become(self, member: Member, state: str) -> None:
+        member.state = state
+        self._books.state(member.worker, state)
+
+    # Events
+
+    def _wait(self, seconds: float) -> Event | None:
+        try:
+            return self._events.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def handle(self, event: Event) -> None:
+        """Makes the transition that an answer of a worker asks for."""
+        with self.lock:
+            member = next((m for m in self._members.values() if m.life == event.life), None)
+            if member is None or member.state in (LOST, REMOVED):
+                return
+            if event.error is not None:
+                self._on_error(member, event)
+            elif event.call == "ready":
+                self._on_ready(member, event.value)
+            elif event.call == "report":
+                member.reporting = False
+                self._on_report(member, event.value)
+            else:
+                self._on_take(member, event.value, event.payload)
+
+    def _on_error(self, member: Member, event: Event) -> None:
+        if member.state == LEAVING:
+            return  # whoever lets it leave counts what did not come
+        if isinstance(event.error, RayError) and not isinstance(event.error, ray.exceptions.RayTaskError):
+            self._lose(member, event.error)
+        else:
+            self._fail(CollectorError(f"{member.name} failed in {event.call}: {event.error}"), event.error)
+
+    def _on_ready(self, member: Member, failure: WireError | None) -> None:
+        if failure is not None:
+            error = from_wire(failure)
+            if self._building:
+                self._fail_by(error, member)
+            else:
+                self._lose(member, error)
+            return
+        if self._hooks.on_worker_ready is not None:
+            call = calls.caller(member)
+            self._hooks.on_worker_ready(member.worker, call)
+        member.ready = True
+        member.progress = time.monotonic()
+        if self._begun:
+            self._begin(member)
+
+    def _on_report(self, member: Member, header: Header) -> None:
+        if self._books.report(member.life, header.number, header.report):
+            member.progress = time.monotonic()
+
+    def _on_take(self, member: Member, header: Header, payload: Any) -> None:
+        member.taking = None
+        self._on_report(member, header)
+        if not header.end:
+            self._arrive(Arrival(member.life, header, ref=payload), member)
+        elif member.state == COLLECTING:
+            self._schedule.leave(member.worker)
+            if header.error is None:
+                self._become(member, FINISHED)
+            else:
+                self._become(member, FAILED)
+                self._fail_by(from_wire(header.error), member)
+
+    def _arrive(self, arrival: Arrival, member: Member) -> None:
+        heads = arrival.header.heads
+        self._books.arrive(member.life, len(heads), sum(head.done for head in heads))
+        self._schedule.arrive(member.worker, arrival)
+
+    def _fail_by(self, error: BaseException, member: Member) -> None:
+        if isinstance(error, CollectorError):
+            error.worker_id = member.worker  # type: ignore[attr-defined]
+            self._fail(error, error.__cause__)
+        else:
+            # Wrong arguments that only the worker could see keep their type as the cause.
+            self._fail(WorkerError(f"{member.name} cannot be built: {type(error).__name__}: {error}"), error)
+
+    def _fail(self, failure: CollectorError, cause: BaseException | None) -> None:
+        if self.fatal is None:
+            failure.__cause__ = cause
+            self.fatal = failure
+
+    # Losing workers
+
+    def _lose(self, member: Member, error: BaseException | None, why: str = "was lost") -> None:
+        """A process is gone, or taken for gone: counts what went with it, and starts another."""
+        self._become(member, LOST)
+        _kill(member)
+        trajectories, turns = self._books.end(member.life, "worker_died")
+        logger.warning(
+            "%s %s (%s): %d trajectories in flight and %d finished turns went with it",
+            member.name,
+            why,
+            error if error is None else f"{type(error).__name__}: {_first_line(error)}",
+            trajectories,
+            turns,
+        )
+        if self._hooks.on_worker_lost is not None:
+            self._hooks.on_worker_lost(member.worker)
+        if self.fatal is not None or self._closed:
+            return
+        if self._restarts[member.worker] >= self._max_restarts:
+            self._schedule.leave(member.worker)
+            message = f"{member.name} {why}, and was restarted {self._restarts[member.worker]} times before"
+            self._fail(WorkerError(f"{message} (max_restarts={self._max_restarts}): {_first_line(error)}"), error)
+            return
+        self._restarts[member.worker] += 1
+        self._launch(member.worker)
+
+    def watch(self) -> None:
+        """Asks for reports now and then, and takes for lost what has shown no sign of progress for too long."""
+        now = time.monotonic()
+        with self.lock:
+            ask = now - self._reported >= REPORT_SECONDS
+            if ask:
+                self._reported = now
+            for member in list(self._members.values()):
+                if member.state == COLLECTING:
+                    if ask:
+                        member.ask_report()
+                    if member.taking is not None and self._pauses == 0:
+                        self._check_progress(member, now, self._worker_timeout)
+                elif member.state == STARTING and not member.ready:
+                    self._check_progress(member, now, START_SECONDS)
+
+    def _check_progress(self, member: Member, now: float, timeout: float | None) -> None:
+        if timeout is not None and now - member.progress > timeout:
+            limit = "worker_timeout" if member.ready else "until it is built"
+            self._lose(member, None, f"has made no progress for {now - member.progress:.1f} s ({limit}: {timeout:g})")
+
+    def refresh(self) -> None:
+        """Begins the time without progress anew: nobody was there to see any."""
+        now = time.monotonic()
+        with self.lock:
+            for member in self._members.values():
+                member.progress = max(member.progress, now)
+
+    # Reading
+
+    def next_arrival(self) -> Arrival | None:
+        """The batch that is next; its worker is asked for another."""
+        with self.lock:
+            arrival = self._schedule.pop()
+            if arrival is not None:
+                member = next((m for m in self._members.values() if m.life == arrival.life), None)
+                if member is not None and member.state == COLLECTING and member.taking is None:
+                    member.ask_take()
+            return arrival
+
+    @property
+    def at_work(self) -> bool:
+        """Whether anything may still come."""
+        with self.lock:
+            return any(member.state in (STARTING, COLLECTING, LEAVING) for member in self._members.values())
+
+    # Elasticity
+
+    def add(self, count: int) -> list[int]:
+        """Starts more workers; they take part when they are built. Returns their numbers."""
+        with self.lock:
+            if self._closed or self.fatal is not None:
+                raise CollectorError("workers cannot be added: the collection is over")
+            workers = [self._new_worker() for _ in range(count)]
+            for worker in workers:
+                self._launch(worker)
+        return workers
+
+    def remove(self, count: int) -> list[int]:
+        """Ends the workers with the highest numbers; what they have finished is still delivered.
+
+        Raises:
+            ValueError: if none would be left.
+        """
+        with self.lock:
+            present = [m for _, m in sorted(self._members.items()) if m.state in (STARTING, COLLECTING, FINISHED)]
+            if count >= len(present):
+                raise ValueError(f"n={count} is not allowed: there are {len(present)} workers, and one has to stay")
+            leaving = present[-count:]
+            for member in leaving:
+                self._become(member, LEAVING)
+        self._finish(leaving, FINISH_SECONDS, "worker_removed")
+        self._events.put(None)
+        return [member.worker for member in leaving]
+
+    # Ending
+
+    def finish_all(self) -> None:
+        """Ends all workers; what they have finished arrives."""
+        with self.lock:
+            members = [m for m in self._members.values() if m.state in (STARTING, COLLECTING, FINISHED, FAILED)]
+            for member in members:
+                self._become(member, LEAVING)
+        self._finish(members, FINISH_SECONDS, reason=None)
+
+    def _finish(self, members: Sequence[Member], seconds: float, reason: str | None) -> None:
+        """Lets workers hand over what they have finished, and ends their processes."""
+        built = [member for member in members if member.ready]
+        answers = {member.life: member.actor.finish.remote(seconds) for member in built}
+        if answers:
+            ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds)
+        takes = [member.taking for member in built if member.taking is not None]
+        concurrent.futures.wait(takes, timeout=KILL_SECONDS if takes else 0)
+        # What was taken before is in front of what is left.
+        self._handle_waiting()
+        with self.lock:
+            for member in members:
+                if member.life in answers:
+                    self._on_finished(member, answers[member.life])
+                self._schedule.leave(member.worker)
+                self._become(member, REMOVED)
+                if reason is not None:
+                    self._books.end(member.life, reason)
+                _kill(member)
+        _await_end(members)
+
+    def _on_finished(self, member: Member, answer: Any) -> None:
+        try:
+            parcels, last = ray.get(answer, timeout=0)
+        except RayError as error:
+            logger.warning("%s did not end in order: %s", member.name, _first_line(error))
+            self._books.end(member.life, "worker_died")
+            return
+        for header, parcel in parcels:
+            self._books.report(member.life, header.number, header.report)
+            self._arrive(Arrival(member.life, header, value=parcel), member)
+        self._books.report(member.life, last.number, last.report)
+
+    def _handle_waiting(self) -> None:
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                break
+            if event is not None:
+                self.handle(event)
+        self._events.put(None)  # one of those that were taken may have been meant for the driver
+
+    def close(self, deadline: float) -> None:
+        """Ends everything that was started here."""
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            members = list(self._members.values())
+        try:
+            if ray.is_initialized():
+                there = [m for m in members if m.state in (STARTING, COLLECTING, FINISHED, FAILED)]
+                for member in there:
+                    member.state = LEAVING
+                seconds = min(max(0.0, deadline - time.monotonic()), FINISH_SECONDS)
+                self._finish(there, seconds, reason=None)
+                self._placement.remove()
+        finally:
+            disconnect()
+
+    # Calls to every worker
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None) -> dict[int, Any]:
+        """Calls a method of every worker's collector; see :meth:`RayCollector.call_workers`."""
+        with self.lock:
+            members = [member for _, member in sorted(self._members.items()) if member.answers]
+            answers = {member: calls.ask(member, method, args, kwargs) for member in members}
+        return calls.gather(method, answers, timeout)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Brings all workers to rest."""
+        with self.lock:
+            self._pauses += 1
+            first = self._pauses == 1
+            members = [m for m in self._members.values() if m.state == COLLECTING] if first else []
+            resting = [member.actor.pause.remote() for member in members]
+        ray.wait(resting, num_returns=len(resting)) if resting else None
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._pauses -= 1
+                self.refresh()
+                if self._pauses == 0 and ray.is_initialized():
+                    for member in self._members.values():
+                        if member.state == COLLECTING:
+                            member.actor.resume.remote()
+
+
+def _kill(member: Member) -> None:
+    if ray.is_initialized():
+        ray.kill(member.actor, no_restart=True)
+
+
+def _await_end(members: Sequence[Member]) -> None:
+    """Waits for the sign that killed processes are gone: a call that fails."""
+    signs = [member.actor.ready.remote() for member in members]
+    if signs:
+        ray.wait(signs, num_returns=len(signs), timeout=KILL_SECONDS)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return "" if error is None else (str(error).strip().splitlines() or [""])[0]

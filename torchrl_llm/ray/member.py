@@ -1,0 +1,114 @@
+"""One worker as the driver sees it: its actor, what is asked of it, and since when it has shown no sign of progress.
+
+Guarded by the fleet's lock. Answers come back as events, posted by a thread of Ray's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_llm.ray.messages import Header
+
+# A worker's states. The books say them too.
+STARTING, COLLECTING, FINISHED, LEAVING, REMOVED, LOST, FAILED = (
+    "starting", "collecting", "finished", "leaving", "removed", "lost", "failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """An answer of a worker's process: a value, or why there is none.
+
+    Attributes:
+        life: the process.
+        call: ``"ready"``, ``"take"`` or ``"report"``.
+    """
+
+    life: int
+    call: str
+    value: Any = None
+    error: BaseException | None = None
+    payload: Any = None
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A batch that has arrived: what it holds, and where its turns are.
+
+    Attributes:
+        life: the process that made it.
+        header: what it holds.
+        ref: reference to its :class:`~torchrl_llm.ray.messages.Parcel` in Ray's object store, or ``None``.
+        value: the parcel or the batch itself, where there is no reference.
+    """
+
+    life: int
+    header: Header
+    ref: Any = None
+    value: Any = None
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker's process.
+
+    Attributes:
+        worker: number of the worker.
+        life: number of the process.
+        actor: its handle.
+        post: takes events.
+    """
+
+    worker: int
+    life: int
+    actor: Any
+    post: Callable[[Event], None]
+    state: str = STARTING
+    ready: bool = False
+    begun: bool = False
+    reporting: bool = False
+    taking: Future[Any] | None = None
+    progress: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"worker {self.worker}"
+
+    @property
+    def answers(self) -> bool:
+        """Whether its collector is there and can be called."""
+        return self.ready and self.state in (COLLECTING, FINISHED)
+
+    def ask_ready(self) -> None:
+        """Asks for a sign when the collector is built."""
+        self._listen("ready", self.actor.ready.remote())
+
+    def ask_take(self) -> None:
+        """Asks for the next batch."""
+        self.progress = time.monotonic()
+        header, payload = self.actor.take.remote()
+        self.taking = self._listen("take", header, payload)
+
+    def ask_report(self) -> None:
+        """Asks for the worker's books, unless that question is open."""
+        if not self.reporting:
+            self.reporting = True
+            self._listen("report", self.actor.report.remote())
+
+    def _listen(self, call: str, ref: Any, payload: Any = None) -> Future[Any]:
+        # A function that does not hold the fleet: what is posted is all that it knows.
+        life, post = self.life, self.post
+
+        def done(future: Future[Any]) -> None:
+            error = future.exception()
+            value = None if error is not None else future.result()
+            post(Event(life, call, value, error, payload))
+
+        future: Future[Any] = ref.future()
+        future.add_done_callback(done)
+        return future

@@ -1,0 +1,194 @@
+"""The driver's side of the collection: what workers send becomes the reader's batches.
+
+It stands where :class:`~torchrl_llm.rollout.Rollout` stands in the local collector: a
+:class:`~torchrl_llm.lifecycle.Collection` drives it, in the reader's thread or in its own, so that a collection on Ray
+is read, ends and fails in the same ways. Batches are cut and put together by the same batchers as the local ones; mostly
+a worker's batch is handed on as it came.
+
+All that this module holds belongs to the thread that drives it; the workers are the fleet's.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from tensordict import TensorDictBase
+
+from torchrl_llm.batches import Batcher, Trajectory
+from torchrl_llm.budget import Budget
+from torchrl_llm.control import Control
+from torchrl_llm.ray.books import ClusterBooks
+from torchrl_llm.ray.fleet import REPORT_SECONDS, Fleet
+from torchrl_llm.ray.member import Arrival, Event
+from torchrl_llm.ray.messages import Parcel
+
+
+class Delivery:
+    """A worker's batch at the driver; its turns are read when they are needed.
+
+    Args:
+        arrival: what came.
+    """
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.ref = arrival.ref
+        self.size = len(arrival.header.heads)
+        self._value = arrival.value
+        self._rows: list[TensorDictBase] | None = None
+
+    def rows(self) -> list[TensorDictBase]:
+        """The turns.
+
+        Raises:
+            RayError: if they were lost with the node that they lay on.
+        """
+        if self._rows is None:
+            value = ray.get(self.ref) if self.ref is not None else self._value
+            batch = value.open() if isinstance(value, Parcel) else value
+            self._rows = list(batch.unbind(0))
+            self.ref = self._value = None
+        return self._rows
+
+
+class ArrivedTurn:
+    """A turn that a worker sent; for batchers and books what :class:`~torchrl_llm.batches.Turn` is."""
+
+    __slots__ = ("delivery", "done", "place", "step", "trajectory")
+
+    def __init__(self, trajectory: Trajectory, step: int, done: bool, delivery: Delivery, place: int) -> None:
+        self.trajectory = trajectory
+        self.step = step
+        self.done = done
+        self.delivery = delivery
+        self.place = place
+
+    def stamped(self) -> TensorDictBase:
+        """The turn's data; its ``"collector"`` entries came with it."""
+        return self.delivery.rows()[self.place]
+
+
+class RayRollout:
+    """Collects the workers' turns into batches.
+
+    Args:
+        fleet: the workers.
+        batcher: what a batch is.
+        budget: how many turns in all.
+        books: the cluster's books.
+        events: the driver's queue.
+        control: stop and pause.
+
+    Attributes:
+        stay_away: whether turns go from the workers to their target without a way through the driver.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        batcher: Batcher,
+        budget: Budget,
+        books: ClusterBooks,
+        events: queue.SimpleQueue[Event | None],
+        control: Control,
+    ) -> None:
+        self.stay_away = False
+        self._fleet = fleet
+        self._batcher = batcher
+        self._budget = budget
+        self._books = books
+        self._events = events
+        self._control = control
+        self._finishing = False
+
+    def send_to(self, sink: Any) -> None:
+        """Prepares for where the batches go: a sink that opens parcels itself gets them unread."""
+        opened_by = getattr(sink, "opened_by", 0)
+        self.stay_away = self._fleet.send_to(opened_by) and opened_by > 0
+
+    def next_batch(self) -> Sequence[Any] | None:
+        """Runs until a batch is ready; ``None`` when there will be no more.
+
+        What was finished before an error, or before the data ran out, is given first, as a short batch.
+
+        Raises:
+            CollectorError: what stopped the collection.
+            Stopped: if another thread told the collection to stop.
+        """
+        self._fleet.refresh()
+        self._fleet.begin()
+        while True:
+            self._control.checkpoint()
+            left = self._budget.left(self._books.turns_delivered)
+            if left == 0:
+                return None
+            batch = self._batcher.pop(left)
+            if batch is not None:
+                return batch
+            arrival = self._fleet.next_arrival()
+            if arrival is not None:
+                self._add(arrival)
+            elif self._fleet.fatal is not None:
+                if not self._finishing:
+                    self._finish()
+                elif rest := self._batcher.flush():
+                    return rest
+                else:
+                    raise self._fleet.fatal
+            elif self._fleet.at_work:
+                self._await_event()
+            else:
+                return self._batcher.flush() or None
+
+    def _await_event(self) -> None:
+        try:
+            event = self._events.get(timeout=REPORT_SECONDS)
+        except queue.Empty:
+            event = None
+        if event is not None:
+            self._fleet.handle(event)
+        self._fleet.watch()
+
+    def _add(self, arrival: Arrival) -> None:
+        delivery = Delivery(arrival)
+        heads = arrival.header.heads
+        if not self.stay_away:
+            try:
+                delivery.rows()
+            except RayError:
+                # It lay on a node that has left since.
+                self._books.drop(len(heads), [head.traj_id for head in heads if head.done], "worker_died")
+                return
+        for place, head in enumerate(heads):
+            trajectory = Trajectory(head.traj_id, head.env_id, head.policy_id, head.group_id)
+            self._batcher.add(ArrivedTurn(trajectory, head.step, head.done, delivery, place))  # type: ignore[arg-type]
+
+    def _finish(self) -> None:
+        """Lets all workers hand over what they have finished."""
+        self._finishing = True
+        self._fleet.finish_all()
+
+    def flush(self) -> Sequence[Any]:
+        """The finished turns that no batch was made of, when the collection stops; may be empty."""
+        if not self._finishing:
+            self._finish()
+        while (arrival := self._fleet.next_arrival()) is not None:
+            self._add(arrival)
+        return self._batcher.flush()
+
+    def close(self, deadline: float) -> list[str]:
+        """Ends the workers; nothing of theirs is left busy."""
+        self._fleet.close(deadline)
+        return []
+
+
+def whole_delivery(turns: Sequence[Any]) -> Delivery | None:
+    """The worker's batch that these turns are, if they are one, as it came and unread."""
+    delivery: Delivery = turns[0].delivery
+    if delivery.ref is None or delivery.size != len(turns):
+        return None
+    return delivery if all(turn.delivery is delivery for turn in turns) else None

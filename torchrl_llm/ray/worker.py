@@ -1,0 +1,191 @@
+"""A worker: an ordinary :class:`~torchrl_llm.collector.LLMCollector` in a Ray actor, started into an outbox.
+
+Threads: the collector runs in its own (see :mod:`torchrl_llm.lifecycle`); the driver's calls come on threads of Ray's,
+one group of them for :meth:`Worker.take`, which waits for batches, and one for everything else, so that a call never
+stands behind a batch. The collector is built in the actor's constructor, on the process's main thread, which some
+engines need; what goes wrong there is kept for :meth:`Worker.ready`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from tensordict import TensorDictBase, set_list_to_stack
+
+from torchrl_llm.errors import CollectorError
+from torchrl_llm.ray.dealing import Share
+from torchrl_llm.ray.errors import WireError, relocated, to_wire
+from torchrl_llm.ray.messages import LIFE, Header, Parcel, TurnHead
+from torchrl_llm.ray.outbox import Outbox
+
+# Calls beside `take` that a worker answers at the same time.
+CONTROL_THREADS = 8
+# How long the last message waits for the collector's thread, which has put its end already.
+JOIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker is to do: everything that its process is given.
+
+    Attributes:
+        collector_class: ``LLMCollector``, or a subclass of it.
+        env: the worker's environments.
+        policy: the worker's policies.
+        arguments: the collector's keyword arguments.
+        worker: the worker's number.
+        life: number of the process, over all workers.
+        prefetch: batches that it prepares ahead.
+        handle: called with the worker's number and the collector's arguments (``env`` and ``policy`` among them) before
+            the collector is built; returns the arguments to use. ``None`` leaves them.
+        list_to_stack: the driver's ``set_list_to_stack``.
+    """
+
+    collector_class: type
+    env: Share
+    policy: Share
+    arguments: Mapping[str, Any]
+    worker: int
+    life: int
+    prefetch: int
+    handle: Callable[[int, dict[str, Any]], dict[str, Any]] | None
+    list_to_stack: bool
+
+
+class Worker:
+    """The actor's class.
+
+    Args:
+        order: what to do.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._collector: Any = None
+        self._failure: WireError | None = None
+        self._begun = False
+        self._opened_by = 0
+        self._numbers = 0
+        self._lock = threading.Lock()
+        self._resume = threading.Event()
+        self._pause: threading.Thread | None = None
+        self._outbox = Outbox(order.prefetch, self._label)
+        set_list_to_stack(order.list_to_stack).set()
+        arguments = {**order.arguments, "env": order.env.value, "policy": order.policy.value}
+        try:
+            if order.handle is not None:
+                arguments = order.handle(order.worker, arguments)
+            self._collector = order.collector_class(arguments.pop("env"), arguments.pop("policy"), **arguments)
+        except Exception as error:
+            self._failure = to_wire(self._relocated(error))
+
+    def ready(self) -> WireError | None:
+        """Returns when the collector is built; what went wrong, if it could not be."""
+        return self._failure
+
+    def begin(self, opened_by: int) -> None:
+        """Begins to collect, for parcels that are read by so many (see :class:`~torchrl_llm.ray.messages.Parcel`)."""
+        self._opened_by = opened_by
+        self._begun = True
+        self._collector.start(self._outbox)
+
+    @ray.method(concurrency_group="take", num_returns=2)
+    def take(self) -> tuple[Header, Parcel | None]:
+        """Waits for the next batch, or the end. Says by the way that the batch before has been made use of."""
+        letter = self._outbox.take()
+        if letter is None:
+            return self._last(), None
+        heads, packed = letter
+        return self._header(heads), Parcel(packed, self._opened_by)
+
+    def report(self) -> Header:
+        """The worker's books."""
+        return self._header([])
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a method of the collector; returns its result, or a :class:`WireError`."""
+        # Ray replaces references by their objects only where they are arguments themselves.
+        args = tuple(ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args)
+        try:
+            return getattr(self._collector, method)(*args, **kwargs)
+        except Exception as error:
+            return to_wire(self._relocated(error))
+
+    def pause(self) -> None:
+        """Brings the collector to rest; returns when it is."""
+        resting = threading.Event()
+        self._resume = threading.Event()
+
+        def hold(resume: threading.Event) -> None:
+            # A pause belongs to the thread that holds it, and calls come on any.
+            with self._collector.pause():
+                resting.set()
+                resume.wait()
+
+        self._pause = threading.Thread(target=hold, args=(self._resume,), name="torchrl_llm-pause", daemon=True)
+        self._pause.start()
+        resting.wait()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._resume.set()
+        if self._pause is not None:
+            self._pause.join()
+
+    def finish(self, timeout: float) -> tuple[list[tuple[Header, Parcel]], Header]:
+        """Ends the collector; returns what was finished and not taken, and the last message."""
+        self._outbox.let_all_in()
+        self._resume.set()
+        letters = []
+        if self._collector is not None:
+            self._collector.shutdown(timeout)
+            letters = self._outbox.rest()
+        parcels = [(self._header(heads), Parcel(packed, self._opened_by)) for heads, packed in letters]
+        return parcels, self._last()
+
+    def _last(self) -> Header:
+        """The message that says that there will be no more, and why."""
+        failure = self._failure
+        if failure is None and self._begun:
+            try:
+                self._collector.join(JOIN_SECONDS)
+            except CollectorError as error:
+                failure = to_wire(self._relocated(error))
+        return self._header([], end=True, error=failure)
+
+    def _header(self, heads: list[TurnHead], end: bool = False, error: WireError | None = None) -> Header:
+        with self._lock:
+            number = self._numbers
+            self._numbers += 1
+            report = {} if self._collector is None else self._collector.stats()
+        return Header(number, heads, report, end, error)
+
+    # The cluster's terms
+
+    def _label(self, turn: TensorDictBase) -> TurnHead:
+        ids: Any = turn.get("collector")
+        head = TurnHead(
+            traj_id=self._order.life * LIFE + int(ids.get("traj_ids")),
+            step=int(ids.get("step")),
+            env_id=self._order.env.index(int(ids.get("env_id"))),
+            policy_id=self._order.policy.index(int(ids.get("policy_id"))),
+            group_id=int(ids.get("group_id")),
+            done=bool(turn.get(("next", "done")).any()),
+        )
+        ids.set("traj_ids", torch.tensor(head.traj_id))
+        ids.set("env_id", torch.tensor(head.env_id))
+        ids.set("policy_id", torch.tensor(head.policy_id))
+        ids.set("worker_id", torch.tensor(self._order.worker))
+        return head
+
+    def _relocated(self, error: Exception) -> Exception:
+        if not isinstance(error, CollectorError):
+            return error
+        slot = None if error.slot is None else self._order.env.index(error.slot)
+        trajectory = None if error.trajectory is None else self._order.life * LIFE + error.trajectory
+        return relocated(error, slot, trajectory)
