@@ -19,6 +19,7 @@ from torchrl_llm.batches import (
     ended_trajectories,
     stack_turns,
 )
+from torchrl_llm.policies.runner import Response, Ticket
 
 
 def turn(trajectory: Trajectory, done: bool = False) -> Turn:
@@ -164,11 +165,19 @@ def test_a_trajectory_that_is_dropped_takes_only_its_own_turns() -> None:
 
 def test_a_stamped_turn_holds_its_ids_as_int64_scalars() -> None:
     data = TensorDict(value=torch.zeros(3))
-    stamped = Turn(Trajectory(7, 2, 1, turns=5), 4, data, True, 3, 5, "stop").stamped()
+    answer = Response(
+        Ticket(2, 0, 1, 7, 4),
+        finish_reason="stop",
+        policy_version=3,
+        policy_version_end=5,
+        token_versions=torch.tensor([3, 5]),
+    )
+    stamped = Turn(Trajectory(7, 2, 1, turns=5), 4, data, True, answer).stamped()
     assert stamped is data
     entries = stamped["collector"]
     assert entries["finish_reason"] == "stop"
-    del entries["finish_reason"]
+    assert entries["token_versions"].tolist() == [3, 5]
+    del entries["finish_reason"], entries["token_versions"]
     assert {key: int(entries[key]) for key in entries.keys()} == {
         "traj_ids": 7,
         "step": 4,

@@ -12,7 +12,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
-from fakes import Gate, Policy, ScriptedEnv, assert_conserved, assert_settled, echo
+from fakes import Gate, Policy, ScriptedEnv, assert_conserved, assert_settled, echo, numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -559,3 +559,58 @@ def test_every_trajectory_ends_in_exactly_one_way(
         assert stats["turns"] <= total
     if unit == "trajectories_per_batch":
         assert len(trajectories(delivered)) == whole
+
+
+# Giving up
+
+
+def test_an_abandoned_trajectory_is_recorded_and_its_slot_goes_on_with_the_next_prompt() -> None:
+    gate = Gate()
+
+    def hold_first(number: int, texts: list[str]) -> None:
+        if number == 0:
+            gate()
+
+    def abandon_other(texts: list[str]) -> None:
+        # In the loop's thread, while the other slot's request is in its policy.
+        if texts == ["b0#0"]:
+            gate.wait()
+            rollout = collector._collection._rollout
+            rollout.abandon(rollout.slots[0], rollout.slots[0].rows[0], "too late")
+            gate.open()
+
+    collector = LLMCollector(
+        [lambda: ScriptedEnv(numbered("a")), lambda: ScriptedEnv(numbered("b"), on_step=abandon_other)],
+        [lambda: Policy(hold_first), lambda: Policy()],
+        route="paired",
+        steps_per_batch=4,
+        total_steps=4,
+    )
+    rows = list(next(collector).unbind(0))
+    stats = collector.stats()
+    collector.shutdown()
+    assert "a0#0" not in [row["text"] for row in rows]
+    assert stats["recorded_by_reason"] == {"too late": 1}
+    assert_settled(collector.stats())
+
+
+@pytest.mark.parametrize("env_threads", [0, 1])
+def test_a_trajectory_abandoned_during_its_step_ends_when_the_step_returns(env_threads: int) -> None:
+    def abandon_self(texts: list[str]) -> None:
+        if texts[0].startswith("q0#1"):
+            rollout = collector._collection._rollout
+            rollout.abandon(rollout.slots[0], rollout.slots[0].rows[0], "too late")
+
+    collector = LLMCollector(
+        lambda: ScriptedEnv(length=3, batch_size=(2,), on_step=abandon_self),
+        echo,
+        trajectories_per_batch=2,
+        env_threads=env_threads,
+    )
+    with collector:
+        rows = next(collector).unbind(0)
+        stats = collector.stats()
+    assert [row["text"] for row in rows] == [f"{q}#{turn}" for q in ("q1", "q2") for turn in range(3)]
+    assert stats["recorded_by_reason"] == {"too late": 1}
+    assert stats["turns_dropped"] == 1
+    assert_settled(collector.stats())

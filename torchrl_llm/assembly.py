@@ -16,7 +16,6 @@ from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, EnvError, PolicyError
 from torchrl_llm.policies.options import RunnerOptions
 from torchrl_llm.policies.pool import PolicyPool, check_wrapper
-from torchrl_llm.policies.runner import Post
 from torchrl_llm.routing import Route, reachable
 
 
@@ -39,7 +38,7 @@ def build_slots(sources: list[Source]) -> list[Slot]:
 
 
 def build_policies(
-    sources: list[Source], options: list[RunnerOptions], slots: list[Slot], route: str | Route, post: Post
+    sources: list[Source], options: list[RunnerOptions], slots: list[Slot], route: str | Route
 ) -> PolicyPool:
     """The policies, and the slots' bridges to those that they may meet.
 
@@ -60,7 +59,7 @@ def build_policies(
         for slot in slots:
             ids = reachable(route, slot.env_id, len(policies))
             slot.bridges = {policy_id: make_bridge(slot.env, policies[policy_id]) for policy_id in ids}
-        return PolicyPool(policies, [constructor for constructor, _ in sources], options, post)
+        return PolicyPool(policies, [constructor for constructor, _ in sources], options)
     except BaseException:
         for slot in slots:
             slot.close()

@@ -16,6 +16,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.tensorclass import NonTensorData
 
+from torchrl_llm.policies.runner import Response
+
 
 @dataclass
 class Trajectory:
@@ -30,31 +32,31 @@ class Trajectory:
 
 @dataclass
 class Turn:
-    """One finished step: the TensorDict that the reader gets, and whether it ends its trajectory."""
+    """One finished step: the TensorDict that the reader gets, whether it ends its trajectory, the policy's answer."""
 
     trajectory: Trajectory
     step: int
     data: TensorDictBase
     done: bool
-    policy_version: int = 0
-    policy_version_end: int = 0
-    finish_reason: str | None = None
+    answer: Response | None = None
 
     def stamped(self) -> TensorDictBase:
         """The turn's data with its ``"collector"`` entries: int64 scalars, and the finish reason if it is known."""
-        trajectory = self.trajectory
+        trajectory, answer = self.trajectory, self.answer
         ids = {
             "traj_ids": trajectory.id,
             "step": self.step,
             "env_id": trajectory.env_id,
             "policy_id": trajectory.policy_id,
             "group_id": trajectory.group_id,
-            "policy_version": self.policy_version,
-            "policy_version_end": self.policy_version_end,
+            "policy_version": 0 if answer is None else answer.policy_version,
+            "policy_version_end": 0 if answer is None else answer.policy_version_end,
         }
         entries = TensorDict({key: torch.tensor(value) for key, value in ids.items()}, batch_size=())
-        if self.finish_reason is not None:
-            entries.set("finish_reason", NonTensorData(self.finish_reason, batch_size=()))
+        if answer is not None and answer.finish_reason is not None:
+            entries.set("finish_reason", NonTensorData(answer.finish_reason, batch_size=()))
+        if answer is not None and answer.token_versions is not None:
+            entries.set("token_versions", answer.token_versions)
         self.data.set("collector", entries)
         return self.data
 

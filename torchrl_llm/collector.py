@@ -23,6 +23,7 @@ from torchrl_llm.assembly import build_policies, build_slots
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import END, Collection
 from torchrl_llm.rollout import Rollout
@@ -159,13 +160,12 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
         slots = build_slots(envs)
-        pool = build_policies(policies, options, slots, route, events.put)
+        pool = build_policies(policies, options, slots, route)
         rollout = Rollout(
             slots=slots,
             pool=pool,
-            route=router,
+            launches=Launches(pool, router, Budget(total_steps, batcher.whole_trajectories), self._ledger),
             batcher=batcher,
-            budget=Budget(total_steps, batcher.whole_trajectories),
             ledger=self._ledger,
             restart=restart,
             env_threads=env_threads,

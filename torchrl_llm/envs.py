@@ -28,6 +28,7 @@ from torchrl.envs.llm import DataLoadingPrimer
 from torchrl_llm.batches import Trajectory
 from torchrl_llm.bridge import KeyBridge, merge_entry, shallow_copy
 from torchrl_llm.errors import EnvError, PromptsExhausted
+from torchrl_llm.policies.runner import Response, Ticket
 
 EnvConstructor = Callable[[], EnvBase]
 
@@ -40,15 +41,15 @@ class Row:
     observation: TensorDictBase | None = None
     response: TensorDictBase | None = None
     request: Any = None
-    version: int = 0
-    version_end: int = 0
-    tokens: tuple[int, int] = (0, 0)
+    ticket: Ticket | None = None
+    answer: Response | None = None
     carry: Any = None
-    finish_reason: str | None = None
+    abandoned: str | None = None
 
     def clear(self) -> None:
         """Makes the row free for a new trajectory."""
-        self.trajectory = self.observation = self.response = self.request = self.carry = None
+        self.trajectory = self.observation = self.response = self.request = None
+        self.ticket = self.answer = self.carry = self.abandoned = None
 
 
 class Slot:
@@ -67,6 +68,7 @@ class Slot:
         self.rows = [Row() for _ in range(check_env(env, env_id))]
         self.bridges: dict[int, KeyBridge] = {}
         self.awaited = 0
+        self.in_call = False
         self.begun = 0
         self.failures_in_row = 0
         self.prompts_skipped_in_row = 0

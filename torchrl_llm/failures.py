@@ -56,7 +56,7 @@ class Failures:
     def prompt_too_long(self, slot: Slot, row: Row, overflow: PromptTooLong) -> None:
         """Ends a trajectory whose very first prompt does not fit: there is no turn to mark as truncated."""
         logger.warning("slot %d: skipped a prompt: %s", slot.env_id, overflow)
-        trajectory = self._end(row, "prompt_too_long")
+        trajectory = self.end_trajectory(row, "prompt_too_long")
         slot.prompts_skipped_in_row += 1
         if slot.prompts_skipped_in_row >= MAX_PROMPTS_SKIPPED_IN_ROW:
             message = f"{slot.prompts_skipped_in_row} prompts in a row are too long: {overflow}"
@@ -65,7 +65,7 @@ class Failures:
     def prompt_failed(self, slot: Slot, row: Row, cause: Exception) -> None:
         """Ends a trajectory whose prompt the policy cannot take."""
         self._ledger.error("policy")
-        trajectory = self._end(row, "failed")
+        trajectory = self.end_trajectory(row, "failed")
         failure = PolicyError(
             f"policy {trajectory.policy_id} cannot take the prompt: {type(cause).__name__}: {cause}",
             slot=slot.env_id,
@@ -88,7 +88,7 @@ class Failures:
             trajectory=ticket.trajectory,
             turn=ticket.turn,
         )
-        self._end(row, "failed")
+        self.end_trajectory(row, "failed")
         if not self._restart:
             self.end_collection(failure, error)
             return
@@ -119,7 +119,7 @@ class Failures:
             turn=None if first is None else first.turns,
         )
         for row in running:
-            self._end(row, "failed")
+            self.end_trajectory(row, "failed")
         slot.failures_in_row += 1
         if not self._restart or slot.failures_in_row >= MAX_FAILURES_IN_ROW:
             self.end_collection(failure, error)
@@ -134,7 +134,7 @@ class Failures:
         self._ledger.restart("env")
         return True
 
-    def _end(self, row: Row, reason: str) -> Trajectory:
+    def end_trajectory(self, row: Row, reason: str) -> Trajectory:
         """Ends a row's trajectory without delivering it."""
         trajectory = row.trajectory
         assert trajectory is not None

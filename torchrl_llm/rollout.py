@@ -20,18 +20,17 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_llm.batches import Batcher, Trajectory, Turn
+from torchrl_llm.batches import Batcher, Turn
 from torchrl_llm.bridge import show
-from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.env_threads import EnvEvent, EnvThreads
 from torchrl_llm.envs import Row, Slot
 from torchrl_llm.errors import CollectorError, PromptTooLong
 from torchrl_llm.failures import Failures
+from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Response, Ticket
-from torchrl_llm.routing import Route
 
 
 class Rollout:
@@ -40,13 +39,12 @@ class Rollout:
     Args:
         slots: the environments.
         pool: the policies.
-        route: which policy gets a new trajectory.
+        launches: which trajectory may begin, and with what.
         batcher: what a batch is.
-        budget: how many turns in all.
         ledger: the books.
         restart: whether a failed environment or policy is rebuilt, instead of ending the collection.
         env_threads: worker threads for environments.
-        events: the loop's queue; the pool posts its responses there.
+        events: the loop's queue; responses to its requests are posted there.
         control: stop and pause.
     """
 
@@ -55,9 +53,8 @@ class Rollout:
         *,
         slots: list[Slot],
         pool: PolicyPool,
-        route: Route,
+        launches: Launches,
         batcher: Batcher,
-        budget: Budget,
         ledger: Ledger,
         restart: bool,
         env_threads: int,
@@ -67,17 +64,16 @@ class Rollout:
         self.slots = slots
         self.pool = pool
         self.threads = EnvThreads(env_threads, events.put)
-        self._route = route
+        self._launches = launches
         self._batcher = batcher
-        self._budget = budget
         self._ledger = ledger
         self._failures = Failures(pool, batcher, ledger, restart)
         self._events = events
         self._control = control
         self._work: deque[Callable[[], None]] = deque(self._advancing(slot) for slot in slots)
-        self._parked: list[Slot] = []
+        # Slots that wait for leave to begin a trajectory, or the next turn of one; each in order of arrival.
+        self._parked: dict[bool, deque[Slot]] = {False: deque(), True: deque()}
         self._begun = 0
-        self._next_trajectory = 0
 
     def next_batch(self) -> list[Turn] | None:
         """Runs until a batch is ready; ``None`` when there will be no more.
@@ -90,7 +86,7 @@ class Rollout:
         """
         while True:
             self._control.checkpoint()
-            left = self._budget.left(self._ledger.turns_delivered)
+            left = self._launches.left()
             if left == 0:
                 return None
             batch = self._batcher.pop(left)
@@ -101,12 +97,13 @@ class Rollout:
                 if rest:
                     return rest
                 raise self._failures.fatal
+            self._unpark()
             if self._work:
                 self._guarded(self._work.popleft())
             elif self._begun:
                 event = self._events.get()
                 self._guarded(lambda event=event: self._handle(event))  # type: ignore[misc]
-            elif not self._unpark():
+            else:
                 return self._batcher.flush() or None
 
     def flush(self) -> list[Turn]:
@@ -150,10 +147,11 @@ class Rollout:
         idle = free == len(slot.rows)
         if idle and slot.exhausted:
             return
-        if not self._may_begin(self._begun, new=idle):
-            self._parked.append(slot)
-        elif free and not slot.exhausted and self._may_begin(self._begun, new=True):
+        if not self._launches.may_begin(self._begun, new=idle):
+            self._parked[idle].append(slot)
+        elif free and not slot.exhausted and self._launches.may_begin(self._begun, new=True):
             self._reserve(slot, len(slot.rows))
+            slot.in_call = True
             self.threads.submit(slot.reset, lambda value, error: self._on_reset(slot, value, error))
         else:
             self._submit(slot)
@@ -162,39 +160,40 @@ class Rollout:
         if self._failures.env_failed(slot, call, error):
             self._work.append(self._advancing(slot))
 
-    def _may_begin(self, begun: int, new: bool) -> bool:
-        return self._budget.may_begin(self._ledger.turns_kept, begun, new)
-
     def _reserve(self, slot: Slot, turns: int) -> None:
         """Notes how many turns of the slot have begun and are not finished."""
         self._begun += turns - slot.begun
         slot.begun = turns
 
-    def _unpark(self) -> bool:
-        """Looks at the parked slots again, when nothing is in flight: a failure may have freed their budget."""
-        parked, self._parked = self._parked, []
-        for slot in parked:
-            idle = all(row.trajectory is None for row in slot.rows)
-            if self._may_begin(0, new=idle):
-                self._work.append(self._advancing(slot))
-            else:
-                self._parked.append(slot)
-        return bool(self._work)
+    def _returned(self, slot: Slot) -> None:
+        """The environment's call has returned: what was abandoned meanwhile ends now."""
+        self._reserve(slot, 0)
+        slot.in_call = False
+        for row in slot.rows:
+            if row.abandoned is not None:
+                self.abandon(slot, row, row.abandoned)
+
+    def _unpark(self) -> None:
+        """Takes up parked slots that may begin now: a delivery, a failure or an update may have made room."""
+        for new, parked in self._parked.items():
+            moved = 0
+            while parked and self._launches.may_begin(self._begun + moved, new):
+                self._work.append(self._advancing(parked.popleft()))
+                moved += 1
 
     def _on_reset(
         self, slot: Slot, observations: list[tuple[int, TensorDictBase]], error: BaseException | None
     ) -> None:
-        self._reserve(slot, 0)
+        asked = sum(row.trajectory is None for row in slot.rows)
+        self._returned(slot)
         if error is not None:
             self._env_failed(slot, "reset", error)
             return
-        free = sum(row.trajectory is None for row in slot.rows)
-        slot.exhausted = len(observations) < free
+        slot.exhausted = len(observations) < asked
         for index, observation in observations:
             row = slot.rows[index]
             row.observation = observation
-            policy_id = slot.policy_id if slot.policy_id is not None else self._pick_policy(slot)
-            row.trajectory = self._launch(slot, policy_id)
+            row.trajectory = self._launches.begin(slot)
             problem = self._prepare(slot, row, carry=None)
             if isinstance(problem, PromptTooLong):
                 self._failures.prompt_too_long(slot, row, problem)
@@ -204,25 +203,6 @@ class Rollout:
             self._work.append(self._advancing(slot))
         else:
             self._submit(slot)
-
-    def _pick_policy(self, slot: Slot) -> int:
-        loads = self.pool.loads
-        try:
-            policy_id = self._route(slot.env_id, tuple(loads))
-        except Exception as error:
-            raise CollectorError(f"route failed: {type(error).__name__}: {error}", slot=slot.env_id) from error
-        if not isinstance(policy_id, int) or not 0 <= policy_id < len(loads):
-            raise CollectorError(
-                f"route returned {policy_id!r}; an int from 0 to {len(loads) - 1} is needed", slot=slot.env_id
-            )
-        return policy_id
-
-    def _launch(self, slot: Slot, policy_id: int) -> Trajectory:
-        trajectory = Trajectory(self._next_trajectory, slot.env_id, policy_id)
-        self._next_trajectory += 1
-        self._ledger.launch(trajectory.id)
-        self.pool.loads[policy_id] += 1
-        return trajectory
 
     def _prepare(self, slot: Slot, row: Row, carry: Any) -> Exception | None:
         """Makes the row's next request; returns why it cannot be made, if so."""
@@ -247,16 +227,20 @@ class Rollout:
             trajectory = row.trajectory
             assert trajectory is not None
             runner = self.pool.runners[trajectory.policy_id]
-            ticket = Ticket(slot.env_id, index, trajectory.policy_id, trajectory.id, trajectory.turns, runner)
+            row.ticket = Ticket(
+                slot.env_id, index, trajectory.policy_id, trajectory.id, trajectory.turns, self._events.put, runner
+            )
             request, row.request, row.response = row.request, None, None
-            row.version = self.pool.version
             self._ledger.request(+1)
-            runner.submit(ticket, request)
+            runner.submit(row.ticket, request)
 
     def _on_response(self, response: Response) -> None:
         ticket = response.ticket
         slot = self.slots[ticket.env_id]
         row = slot.rows[ticket.row]
+        if row.ticket is not ticket:
+            return  # Given up meanwhile.
+        row.ticket = None
         self._ledger.request(-1)
         slot.awaited -= 1
         error = response.error
@@ -269,14 +253,35 @@ class Rollout:
         if error is not None:
             self._failures.policy_failed(row, ticket, error)
         else:
-            row.response = response.output
-            row.version_end = self.pool.version
-            row.tokens = (response.prompt_tokens, response.response_tokens)
-            row.carry, row.finish_reason = response.carry, response.finish_reason
-        if slot.awaited == 0 and self._failures.fatal is None:
+            row.response, row.answer, row.carry = response.output, response, response.carry
+            response.carry = None  # or each turn of a trajectory would keep its whole past
+        if slot.awaited == 0:
             self._step(slot)
 
+    def abandon(self, slot: Slot, row: Row, reason: str) -> None:
+        """Ends a row's trajectory without delivering it, for ``reason``; the row is free for another.
+
+        What the policy makes of its request is dropped. While the environment steps or resets, the trajectory is ended
+        when that returns.
+        """
+        if row.trajectory is None:
+            return
+        if slot.in_call:
+            row.abandoned = reason
+            return
+        if row.ticket is not None:
+            assert row.ticket.runner is not None
+            row.ticket.runner.abort(row.ticket)
+            self._ledger.request(-1)
+            slot.awaited -= 1
+            self._reserve(slot, slot.begun - 1)
+            if slot.awaited == 0:
+                self._work.append(lambda: self._step(slot))
+        self._failures.end_trajectory(row, reason)
+
     def _step(self, slot: Slot) -> None:
+        if self._failures.fatal is not None:
+            return
         answered = [row for row in slot.rows if row.response is not None]
         if not answered:
             # Every row of the slot failed: begin again.
@@ -287,12 +292,13 @@ class Rollout:
         assert policy_id is not None
         bridge = slot.bridges[policy_id]
         self._reserve(slot, len(answered))
+        slot.in_call = True
         self.threads.submit(
             lambda: slot.step(bridge), lambda value, error: self._on_step(slot, policy_id, value, error)
         )
 
     def _on_step(self, slot: Slot, policy_id: int, stepped: list[TensorDictBase], error: BaseException | None) -> None:
-        self._reserve(slot, 0)
+        self._returned(slot)
         if error is not None:
             self._env_failed(slot, "step", error)
             return
@@ -303,8 +309,8 @@ class Rollout:
         self._work.append(self._advancing(slot))
 
     def _finish_turn(self, slot: Slot, row: Row, data: TensorDictBase) -> None:
-        trajectory, response = row.trajectory, row.response
-        assert trajectory is not None and response is not None
+        trajectory, answer = row.trajectory, row.answer
+        assert trajectory is not None and answer is not None
         step = trajectory.turns
         trajectory.turns += 1
         done = bool(data.get(("next", "done")).any())
@@ -316,8 +322,8 @@ class Rollout:
         truncated = isinstance(problem, PromptTooLong)
         done = done or truncated
         _say_whether_truncated(data, truncated)
-        self._ledger.finish_turn(*row.tokens)
-        self._batcher.add(Turn(trajectory, step, data, done, row.version, row.version_end, row.finish_reason))
+        self._ledger.finish_turn(answer.prompt_tokens, answer.response_tokens)
+        self._batcher.add(Turn(trajectory, step, data, done, answer))
         if done or not self._batcher.whole_trajectories:
             self._failures.none_in_row(slot, trajectory.policy_id)
         if done:

@@ -27,6 +27,8 @@ from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import LLMCollector
+from torchrl_llm.policies.runner import Response, Ticket
+from torchrl_llm.policies.vllm import ContinuousRunner
 
 PROMPTS = ["What is the capital of France?", "a river 🏞️", "2+2", "Once upon a time there was"]
 MODES = ("history", "text", "tokens")
@@ -461,3 +463,44 @@ def test_pause_lets_the_engine_go_on(vllm_llm: Any) -> None:
         with collector.pause():
             pass
         assert len(list(iter(lambda: target.get(timeout=PATIENCE), None))) == 3
+
+
+# Giving up a request
+
+
+def test_a_request_that_is_cut_gives_the_tokens_made_so_far(vllm_llm: Any, tokenizer: Any) -> None:
+    def run(max_tokens: int) -> tuple[ContinuousRunner, Ticket]:
+        generate = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "min_tokens": max_tokens}
+        runner = ContinuousRunner(make_policy(vllm_llm, "tokens", tokenizer=tokenizer, generate=generate), answers.put)
+        ticket = Ticket(0, 0, 0, 0, 0)
+        runner.submit(ticket, runner.prepare(TensorDict(tokens=Tokens(prompt=torch.arange(5, 12))), None))
+        return runner, ticket
+
+    answers: queue.SimpleQueue[Response] = queue.SimpleQueue()
+    long, ticket = run(max_tokens=200)
+    short, _ = run(max_tokens=6)
+    first = answers.get(timeout=PATIENCE)
+    assert long.cut(ticket)
+    cut = answers.get(timeout=PATIENCE)
+    assert long.cut(ticket), "one that is answered already is left alone"
+    assert (cut.ticket, cut.finish_reason) == (ticket, "abort")
+    ids, log_probs = (cut.output[key].response for key in ("tokens", "log_probs"))
+    expected = first.output["tokens"].response
+    assert 6 <= cut.response_tokens == len(ids) == len(log_probs) < 200
+    assert torch.equal(ids[:6], expected)
+    for runner in (long, short):
+        assert runner.close(time.monotonic() + PATIENCE) == []
+    assert answers.empty()
+
+
+def test_an_aborted_request_leaves_the_engine_and_is_not_answered(vllm_llm: Any, tokenizer: Any) -> None:
+    answers: queue.SimpleQueue[Response] = queue.SimpleQueue()
+    generate = {"max_tokens": 200, "ignore_eos": True}
+    runner = ContinuousRunner(make_policy(vllm_llm, "tokens", tokenizer=tokenizer, generate=generate), answers.put)
+    tickets = [Ticket(0, row, 0, row, 0) for row in range(2)]
+    for ticket in tickets:
+        runner.submit(ticket, runner.prepare(TensorDict(tokens=Tokens(prompt=torch.arange(5, 12))), None))
+    runner.abort(tickets[0])
+    assert answers.get(timeout=PATIENCE).ticket is tickets[1]
+    assert runner.close(time.monotonic() + PATIENCE) == []
+    assert answers.empty()

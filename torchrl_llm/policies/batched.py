@@ -60,6 +60,15 @@ class BatchedRunner:
         if failure is not None:
             self._post(Response(ticket, error=failure))
 
+    def abort(self, ticket: Ticket) -> None:
+        """See :meth:`Runner.abort`. A call of the policy that is under way goes on."""
+        with self._changed:
+            self._waiting = deque(item for item in self._waiting if item[0] is not ticket)
+
+    def cut(self, ticket: Ticket) -> bool:
+        """A call of the policy cannot be cut short."""
+        return False
+
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`. A call of the policy that is under way cannot be cut short."""
         with self._changed:

@@ -75,6 +75,10 @@ class EngineThread:
         """Takes requests out of the engine; their callbacks are not called any more."""
         self._command(lambda: self._abort(request_ids))
 
+    def cut(self, request_id: str) -> None:
+        """Ends a request now: its callback gets the tokens made so far, with the finish reason ``"abort"``."""
+        self._command(lambda: self._cut(request_id))
+
     def release(self, deadline: float) -> list[str]:
         """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``."""
         with _engines_lock:
@@ -133,6 +137,14 @@ class EngineThread:
             except Exception as error:
                 self._die(error)
 
+    def _cut(self, request_id: str) -> None:
+        callback = self._callbacks.get(request_id)
+        if callback is None or self.dead is not None:
+            return  # Its answer is on its way.
+        output = _output_so_far(self._engine, request_id)
+        self._abort([request_id])
+        callback(output, None)
+
     def _step(self) -> None:
         try:
             self._await_output()
@@ -164,6 +176,18 @@ class EngineThread:
         self._callbacks.clear()
         for callback in callbacks:
             callback(None, error)
+
+
+def _output_so_far(engine: Any, request_id: str) -> Any:
+    """A finished ``RequestOutput`` with the tokens that a request has; the engine itself gives none for an abort."""
+    from vllm.v1.engine import FinishReason
+
+    processor = engine.output_processor
+    [internal_id] = processor.external_req_ids[request_id]
+    state = processor.request_states[internal_id]
+    return state.make_request_output(
+        new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+    )
 
 
 def _tells_of_death(error: Exception) -> bool:

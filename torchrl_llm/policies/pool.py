@@ -17,7 +17,7 @@ from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 from torchrl_llm.policies.batched import BatchedRunner
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.remote import RemoteRunner
-from torchrl_llm.policies.runner import Post, Runner
+from torchrl_llm.policies.runner import Post, Response, Runner
 from torchrl_llm.policies.transformers import TransformersRunner
 from torchrl_llm.policies.vllm import ContinuousRunner
 
@@ -65,6 +65,12 @@ def check_wrapper(policy: LLMWrapperBase) -> None:
         )
 
 
+def _send_back(response: Response) -> None:
+    """Gives a response to whoever sent the request: several rollouts may share a pool."""
+    assert response.ticket.post is not None
+    response.ticket.post(response)
+
+
 class PolicyPool:
     """The policies of a collector, by index.
 
@@ -72,7 +78,6 @@ class PolicyPool:
         policies: the policies, as built or as given.
         constructors: how to build each anew; ``None`` for those that were given.
         options: how to run each.
-        post: where responses go.
     """
 
     def __init__(
@@ -80,18 +85,16 @@ class PolicyPool:
         policies: list[Any],
         constructors: list[Callable[[], Any] | None],
         options: list[RunnerOptions],
-        post: Post,
     ) -> None:
         self._options = options
         self._constructors = constructors
-        self._post = post
         self.version = 0
         self.loads = [0] * len(policies)
         self.failures_in_row = [0] * len(policies)
         self.runners: list[Runner] = []
         try:
             for policy, how in zip(policies, options, strict=True):
-                self.runners.append(make_runner(policy, post, how))
+                self.runners.append(make_runner(policy, _send_back, how))
         except BaseException:
             self.close(time.monotonic() + REBUILD_WAIT_SECONDS)
             raise
@@ -107,7 +110,7 @@ class PolicyPool:
             raise TypeError("it was passed as an instance; pass a constructor for on_error='restart'")
         self.runners[policy_id].close(time.monotonic() + REBUILD_WAIT_SECONDS)
         self._collect_engines()
-        self.runners[policy_id] = make_runner(constructor(), self._post, self._options[policy_id])
+        self.runners[policy_id] = make_runner(constructor(), _send_back, self._options[policy_id])
 
     def close(self, deadline: float) -> list[str]:
         """Ends the runners; returns the names of the threads that are still busy at ``deadline``."""

@@ -65,6 +65,15 @@ class RemoteRunner:
                 thread.start()
             self._changed.notify()
 
+    def abort(self, ticket: Ticket) -> None:
+        """See :meth:`Runner.abort`. A call that is under way goes on."""
+        with self._changed:
+            self._waiting = deque(item for item in self._waiting if item[0] is not ticket)
+
+    def cut(self, ticket: Ticket) -> bool:
+        """A call of the remote engine cannot be cut short."""
+        return False
+
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`."""
         with self._changed:

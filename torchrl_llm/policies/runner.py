@@ -11,18 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDictBase
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request on its way: the row that waits for it, and the policy that works on it."""
+    """One request on its way: the row that waits for it, where the answer goes, and the policy that works on it."""
 
     env_id: int
     row: int
     policy_id: int
     trajectory: int
     turn: int
+    post: Callable[[Response], None] | None = None
     runner: Runner | None = None
 
 
@@ -37,7 +39,11 @@ class Response:
         carry: what the runner wants to be given when it prepares the trajectory's next turn.
         prompt_tokens: tokens of the prompt; 0 if the policy does not tell.
         response_tokens: tokens of the response; 0 if the policy does not tell.
-        finish_reason: why the response ended (``"stop"``, ``"length"``); ``None`` if the policy does not tell.
+        finish_reason: why the response ended (``"stop"``, ``"length"``, or ``"abort"`` if it was cut); ``None`` if the
+            policy does not tell.
+        policy_version: version of the weights when the response began to be generated.
+        policy_version_end: their version when it ended.
+        token_versions: int64, shape ``(T,)``: the version that made each token of the response, if it is tracked.
     """
 
     ticket: Ticket
@@ -47,6 +53,9 @@ class Response:
     prompt_tokens: int = 0
     response_tokens: int = 0
     finish_reason: str | None = None
+    policy_version: int = 0
+    policy_version_end: int = 0
+    token_versions: torch.Tensor | None = None
 
 
 # How long a thread that is not in a call gets to end, when there is no time left.
@@ -74,6 +83,19 @@ class Runner(Protocol):
 
     def submit(self, ticket: Ticket, request: Any) -> None:
         """Takes a request; the answer comes as a :class:`Response`. Never blocks."""
+
+    def abort(self, ticket: Ticket) -> None:
+        """Gives a request up: it is not worked on any more, as far as that can be stopped. Never blocks.
+
+        An answer that is on its way may still come.
+        """
+
+    def cut(self, ticket: Ticket) -> bool:
+        """Asks for a request's answer now, with the tokens made so far and the finish reason ``"abort"``. Never blocks.
+
+        Returns:
+            ``False`` if this runner cannot: its answer comes when it comes.
+        """
 
     def close(self, deadline: float) -> list[str]:
         """Gives up what is in flight, without answers, and ends the runner's thread.

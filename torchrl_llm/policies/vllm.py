@@ -47,7 +47,7 @@ class ContinuousRunner:
         )
         self._tokenizer = self._prompts.tokenizer
         self._params = _engine_params(policy.sampling_params)
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[Ticket, str] = {}
         self._lock = threading.Lock()
         self._engine = acquire(policy.model)
 
@@ -59,13 +59,28 @@ class ContinuousRunner:
         """See :meth:`Runner.submit`."""
         request_id = self._engine.new_id()
         with self._lock:
-            self._in_flight.add(request_id)
+            self._in_flight[ticket] = request_id
         self._engine.add(
             request_id,
             {"prompt_token_ids": request.token_ids},
             self._params,
-            lambda output, error: self._answer(ticket, request, request_id, output, error),
+            lambda output, error: self._answer(ticket, request, output, error),
         )
+
+    def abort(self, ticket: Ticket) -> None:
+        """See :meth:`Runner.abort`."""
+        with self._lock:
+            request_id = self._in_flight.pop(ticket, None)
+        if request_id is not None:
+            self._engine.abort([request_id])
+
+    def cut(self, ticket: Ticket) -> bool:
+        """See :meth:`Runner.cut`."""
+        with self._lock:
+            request_id = self._in_flight.get(ticket)
+        if request_id is not None:
+            self._engine.cut(request_id)
+        return True
 
     def close(self, deadline: float) -> list[str]:
         """See :meth:`Runner.close`. The engine itself ends when nobody holds its ``vllm.LLM`` any more."""
@@ -73,7 +88,7 @@ class ContinuousRunner:
             return []
         if self._engine.dead is None:
             with self._lock:
-                self._engine.abort(list(self._in_flight))
+                self._engine.abort(list(self._in_flight.values()))
                 self._in_flight.clear()
         # A dead engine's thread has answers on its way, which a rollout that goes on without it still needs.
         busy = self._engine.release(deadline)
@@ -82,11 +97,10 @@ class ContinuousRunner:
         del self._prompts
         return busy
 
-    def _answer(self, ticket: Ticket, request: Prompt, request_id: str, output: Any, error: Exception | None) -> None:
+    def _answer(self, ticket: Ticket, request: Prompt, output: Any, error: Exception | None) -> None:
         with self._lock:
-            if request_id not in self._in_flight:
+            if self._in_flight.pop(ticket, None) is None:
                 return
-            self._in_flight.discard(request_id)
             policy = self.policy
         if error is not None:
             self.broken = self.broken or self._engine.dead is not None
