@@ -172,7 +172,7 @@ def make_reader(data: Any, shuffle: bool, seed: int) -> Reader:
     return StreamReader(data)
 
 
-def split_datum(datum: Any, key: str | None) -> tuple[Any, dict[str, Any]]:
+def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
     """The prompt in a datum, and its other fields.
 
     Args:
@@ -180,7 +180,7 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, dict[str, Any]]:
         key: the mapping's field with the prompt; ``None`` for the first of :data:`PROMPT_KEYS` that it has.
 
     Returns:
-        The prompt (a string, a list of messages, a ``History`` or a tensor of token ids), and the fields.
+        The prompt (a string, a list of messages, a ``History`` or a tensor of token ids), its field, and the others.
 
     Raises:
         TypeError: if there is no prompt of these kinds.
@@ -188,7 +188,7 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, dict[str, Any]]:
 
     Examples:
         >>> split_datum({"question": "1+1?", "answer": 2}, key=None)
-        ('1+1?', {'answer': 2})
+        ('1+1?', 'question', {'answer': 2})
     """
     if isinstance(datum, (Mapping, TensorDictBase)) and not _is_message(datum):
         fields = {name: datum[name] for name in datum.keys()}
@@ -198,9 +198,9 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, dict[str, Any]]:
             raise KeyError(f"a datum has the fields {list(fields)}, and its prompt is looked for under {wanted}: set key=")
         prompt = fields.pop(name)
     else:
-        prompt, fields = datum, {}
+        prompt, name, fields = datum, "query", {}
     if isinstance(prompt, (str, History, torch.Tensor)) or is_chat(prompt):
-        return prompt, fields
+        return prompt, name, fields
     hint = ""
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], str):
         hint = " (a list of strings is a batch: give single prompts)"

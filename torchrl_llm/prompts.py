@@ -34,6 +34,7 @@ class Member:
         epoch: pass over the data, from 0.
         repeats: members of the group.
         prompt: a string, a list of messages, a ``History``, or a tensor of token ids.
+        name: the field of the datum that it was in; ``"query"`` if the datum is the prompt.
         fields: the datum's other fields.
     """
 
@@ -42,6 +43,7 @@ class Member:
     epoch: int
     repeats: int
     prompt: Any = field(repr=False)
+    name: str = field(default="query", repr=False)
     fields: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -172,8 +174,8 @@ class PromptLine:
         return self._ahead
 
     def _member(self, group: _Group, index: int) -> Member:
-        prompt, fields = split_datum(group.datum, self._key)
-        return Member(group.id, index, group.epoch, self.repeats, prompt, fields)
+        prompt, name, fields = split_datum(group.datum, self._key)
+        return Member(group.id, index, group.epoch, self.repeats, prompt, name, fields)
 
     def peek(self) -> Member | None:
         """See :meth:`Prompts.peek`."""
