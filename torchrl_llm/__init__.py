@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from torchrl_llm.collector import LLMCollector
     from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, WorkerError
     from torchrl_llm.policies.options import RunnerOptions
+    from torchrl_llm.prompts import PromptSource
 
 __all__ = [
     "CollectorError",
     "EnvError",
     "LLMCollector",
     "PolicyError",
+    "PromptSource",
     "PromptsExhausted",
     "RunnerOptions",
     "WorkerError",
@@ -31,6 +33,7 @@ _MODULES = {
     "EnvError": "errors",
     "LLMCollector": "collector",
     "PolicyError": "errors",
+    "PromptSource": "prompts",
     "PromptsExhausted": "errors",
     "RunnerOptions": "policies.options",
     "WorkerError": "errors",

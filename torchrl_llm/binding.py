@@ -29,7 +29,7 @@ from torchrl.envs.llm.chat import ChatEnv, DatasetChatEnv
 
 from torchrl_llm.data import is_chat
 from torchrl_llm.errors import PromptsExhausted
-from torchrl_llm.prompts import Member, Prompts
+from torchrl_llm.prompt_line import Member, Prompts
 
 _building = threading.local()
 _patched = threading.Lock()
@@ -234,7 +234,7 @@ def _no_data_sets_loaded() -> Iterator[None]:
                 return [TensorDict(query=["-"], answer=["-"], batch_size=(1,))]
             return load.__func__(**kwargs)
 
-        DatasetChatEnv._dataloader_factory = staticmethod(load_nothing)  # type: ignore[method-assign]
+        DatasetChatEnv._dataloader_factory = staticmethod(load_nothing)
         _building.now = True
         try:
             yield

@@ -120,7 +120,7 @@ class StreamReader:
 
     def _start(self) -> Iterator[Any]:
         data = self._data
-        if not isinstance(data, DataLoader) or data.batch_size is None and data.batch_sampler is None:
+        if not isinstance(data, DataLoader) or (data.batch_size is None and data.batch_sampler is None):
             return iter(data)
         return (datum for batch in data for datum in rows_of_batch(batch))
 
@@ -195,7 +195,7 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
         name = key if key is not None else next((k for k in PROMPT_KEYS if k in fields), None)
         if name is None or name not in fields:
             wanted = repr(key) if key is not None else "one of " + ", ".join(map(repr, PROMPT_KEYS))
-            raise KeyError(f"a datum has the fields {list(fields)}, and its prompt is looked for under {wanted}: set key=")
+            raise KeyError(f"a datum has the fields {list(fields)}, its prompt is looked for under {wanted}: set key=")
         prompt = fields.pop(name)
     else:
         prompt, name, fields = datum, "query", {}
