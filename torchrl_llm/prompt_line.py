@@ -11,7 +11,7 @@ that nothing is lost by saving and loading.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -184,8 +184,10 @@ class PromptLine:
         if self._returned:
             group_id, index = self._returned[0]
             return self._member(self._groups[group_id], index)
-        group = self._current or self._read_ahead()
-        return None if group is None else self._member(group, group.next)
+        if self._current is not None:
+            return self._member(self._current, self._current.next)
+        group = self._read_ahead()
+        return None if group is None else self._member(replace(group, id=self._next_group), 0)
 
     def delivered(self, group_id: int, index: int) -> None:
         """See :meth:`Prompts.delivered`."""

@@ -16,9 +16,10 @@ A pure state machine but for the filter, which is the user's function. Owned by 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchrl_llm.batches import Trajectory, Turn
@@ -166,7 +167,8 @@ class UnitBatcher:
 
     def _complete(self, key: int, unit: _Unit) -> None:
         # What was opened later and is settled already has overtaken it.
-        older = _position(key, self._units)
+        before = itertools.takewhile(lambda other: other != key, self._units)
+        older = sum(not self._units[other].complete for other in before)
         self.most_overtaken = max(self.most_overtaken, self._settled - (unit.opened - older))
         self._settled += 1
         unit.completed_at = self._clock()
@@ -215,11 +217,3 @@ class UnitBatcher:
 
     def _take(self, count: int) -> list[Turn]:
         return [turn for _ in range(count) for turn in self._ready.popleft()]
-
-
-def _position(key: int, keys: Iterable[int]) -> int:
-    """Where a key comes among others."""
-    for position, other in enumerate(keys):
-        if other == key:
-            return position
-    raise KeyError(key)
