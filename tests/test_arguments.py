@@ -54,7 +54,9 @@ def test_a_misspelt_argument_is_named() -> None:
 
 def test_exactly_one_unit_is_needed_L17() -> None:
     for units in ({}, {"steps_per_batch": 2, "trajectories_per_batch": 2}):
-        with pytest.raises(ValueError, match="pass exactly one of steps_per_batch, trajectories_per_batch and groups_per_batch"):
+        with pytest.raises(
+            ValueError, match="pass exactly one of steps_per_batch, trajectories_per_batch and groups_per_batch"
+        ):
             LLMCollector(ScriptedEnv, echo, **units)
     with pytest.raises(ValueError, match="got none of them"):
         LLMCollector(ScriptedEnv, echo, steps_per_batch=None)

@@ -147,6 +147,23 @@ class PromptFeed:
         return Composite(leaves, shape=batch_size)
 
 
+class PromptPrimer(DataLoadingPrimer):
+    """A ``DataLoadingPrimer`` that reads a :class:`PromptFeed`, and keeps what a partial reset has to say.
+
+    torchrl's own hands the environment new rows without ``"_reset"``, so that one with a state resets all its rows.
+    """
+
+    def _reset_func(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        if not tensordict_reset.batch_size:
+            return tensordict_reset.update(self._load_from_dataloader())
+        mask = tensordict.get("_reset", None)
+        rows = [row.copy() for row in tensordict_reset.unbind(0)]
+        for index, row in enumerate(rows):
+            if mask is None or bool(mask[index].any()):
+                row.update(self._load_from_dataloader())
+        return self.stack_method(rows)
+
+
 def find_feed(env: EnvBase) -> PromptFeed | None:
     """The feed of a bound environment; ``None`` for any other."""
     for module in env.modules():
@@ -179,7 +196,7 @@ def bind(env: EnvBase, source: Prompts) -> EnvBase:
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
         return env
-    primer = DataLoadingPrimer(feed, primers=spec, batch_size=env.batch_size, stack_method=feed.stack)
+    primer = PromptPrimer(feed, primers=spec, batch_size=env.batch_size, stack_method=feed.stack)
     _refill(primer, feed, spec)
     if isinstance(env, TransformedEnv):
         env.insert_transform(0, primer)
@@ -188,6 +205,7 @@ def bind(env: EnvBase, source: Prompts) -> EnvBase:
 
 
 def _refill(primer: DataLoadingPrimer, feed: PromptFeed, spec: Composite) -> None:
+    primer.__class__ = PromptPrimer
     primer.dataloader = primer.endless_dataloader = feed
     primer.primers = spec
     primer.data_keys = list(spec.keys(True, True))

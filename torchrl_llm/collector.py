@@ -178,18 +178,12 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         slots = build_slots(envs, bound=plan.groups)
         batcher = plan.batcher()
         pool = build_policies(policies, options, slots, route)
+        budget = Budget(total_steps, batcher.whole_trajectories)
+        self._launches = Launches(slots, pool, router, budget, self._ledger, batcher, plan)
         rollout = Rollout(
             slots=slots,
             pool=pool,
-            launches=Launches(
-                slots,
-                pool,
-                router,
-                Budget(total_steps, batcher.whole_trajectories),
-                self._ledger,
-                batcher,
-                plan,
-            ),
+            launches=self._launches,
             batcher=batcher,
             ledger=self._ledger,
             restart=restart,
@@ -320,7 +314,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             ``response_tokens``, ``errors`` (and ``env_errors``, ``policy_errors``), ``env_restarts``,
             ``policy_restarts``, ``requests_in_flight``, those of the two equations, and ``recorded_by_reason``.
         """
-        return self._ledger.snapshot()
+        return self._ledger.snapshot() | self._launches.stats()
 
     @property
     def policy_version(self) -> int:

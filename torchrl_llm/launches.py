@@ -262,6 +262,14 @@ class Launches:
                 self._ledger.group("surplus")
                 self._unit_ends.append((unit, "surplus"))
 
+    def stats(self) -> dict[str, float]:
+        """How long units waited for older ones; safe from any thread."""
+        units = self._units
+        return {
+            "longest_wait_seconds": 0.0 if units is None else units.longest_wait_seconds,
+            "most_overtaken": 0 if units is None else units.most_overtaken,
+        }
+
     def delivered(self, turns: list[Turn]) -> None:
         """Turns have reached the reader: the sources need not keep their prompts."""
         self._done_with(turns)

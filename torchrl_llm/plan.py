@@ -114,7 +114,7 @@ def make_plan(
             )
     order = order or ("completion" if unit == "steps_per_batch" or oversample is not None else "launch")
     if window is not None:
-        check_int("window", window, "an int of at least 0, or None for the number of slots", minimum=0)
+        check_int("window", window, "an int of at least 1, or None for the number of slots", minimum=1)
         if order == "completion":
             raise ValueError(f"window={window} is not allowed with order='completion', where nothing waits")
     return BatchPlan(unit, size, order, window, group_filter, oversample, keep_surplus)
