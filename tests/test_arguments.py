@@ -15,7 +15,9 @@ from torchrl.collectors.llm import LLMCollector as TorchRLCollector
 from torchrl.envs import AsyncEnvPool
 
 from torchrl_llm import LLMCollector, arguments
-from torchrl_llm.batches import StepBatcher, TrajectoryBatcher
+from torchrl_llm.batches import StepBatcher
+from torchrl_llm.plan import make_plan
+from torchrl_llm.units import UnitBatcher
 
 
 @pytest.mark.parametrize("name", arguments.REPLACED)
@@ -52,13 +54,15 @@ def test_a_misspelt_argument_is_named() -> None:
 
 def test_exactly_one_unit_is_needed_L17() -> None:
     for units in ({}, {"steps_per_batch": 2, "trajectories_per_batch": 2}):
-        with pytest.raises(ValueError, match="pass exactly one of steps_per_batch and trajectories_per_batch"):
+        with pytest.raises(
+            ValueError, match="pass exactly one of steps_per_batch, trajectories_per_batch and groups_per_batch"
+        ):
             LLMCollector(ScriptedEnv, echo, **units)
     with pytest.raises(ValueError, match="got none of them"):
         LLMCollector(ScriptedEnv, echo, steps_per_batch=None)
 
 
-@pytest.mark.parametrize("name", ["steps_per_batch", "trajectories_per_batch"])
+@pytest.mark.parametrize("name", ["steps_per_batch", "trajectories_per_batch", "groups_per_batch"])
 @pytest.mark.parametrize(
     ("value", "error"),
     [(0, ValueError), (-1, ValueError), (1.0, TypeError), ("2", TypeError), (True, TypeError), ([2], TypeError)],
@@ -70,8 +74,10 @@ def test_a_unit_is_an_int_of_at_least_one_L16(name: str, value: Any, error: type
 
 
 def test_the_unit_chooses_the_batcher() -> None:
-    assert arguments.make_batcher(3, None) == StepBatcher(3)
-    assert arguments.make_batcher(None, 3) == TrajectoryBatcher(3)
+    assert make_plan(steps_per_batch=3).batcher() == StepBatcher(3)
+    for name in ("trajectories_per_batch", "groups_per_batch"):
+        batcher = make_plan(**{name: 3}).batcher()
+        assert isinstance(batcher, UnitBatcher) and batcher.size == 3
 
 
 @pytest.mark.parametrize(

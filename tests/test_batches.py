@@ -14,7 +14,6 @@ from torchrl_llm import split_trajectories
 from torchrl_llm.batches import (
     StepBatcher,
     Trajectory,
-    TrajectoryBatcher,
     Turn,
     ended_trajectories,
     stack_turns,
@@ -89,33 +88,6 @@ class StepScript(Script):
         assert batch
 
 
-class TrajectoryScript(Script):
-    def check(self, batch: list[Turn], limit: int | None) -> None:
-        self.check_whole(batch)
-        count = len(ended_trajectories(batch))
-        if limit is None:
-            assert count == self.batcher.size
-        else:
-            assert count <= self.batcher.size
-            *_, last = self.whole(batch)
-            assert count == self.batcher.size or len(batch) >= limit
-            assert len(batch) - len(last) < limit
-
-    def whole(self, batch: list[Turn]) -> list[list[Turn]]:
-        found: list[list[Turn]] = []
-        for item in batch:
-            if item.step == 0:
-                found.append([])
-            found[-1].append(item)
-        return found
-
-    def check_whole(self, batch: list[Turn]) -> None:
-        for turns in self.whole(batch):
-            assert len({item.trajectory.id for item in turns}) == 1
-            assert [item.step for item in turns] == list(range(len(turns)))
-            assert [item.done for item in turns] == [False] * (len(turns) - 1) + [True]
-
-
 @settings(derandomize=True, deadline=None)
 @given(events=happenings, size=st.integers(1, 5))
 def test_a_step_batcher_gives_each_turn_once_and_in_order(events: list[Any], size: int) -> None:
@@ -127,40 +99,12 @@ def test_a_step_batcher_gives_each_turn_once_and_in_order(events: list[Any], siz
     assert script.lost == 0
 
 
-@settings(derandomize=True, deadline=None)
-@given(events=happenings, size=st.integers(1, 4))
-def test_a_trajectory_batcher_gives_whole_trajectories_in_the_order_of_their_ends(events: list[Any], size: int) -> None:
-    script = TrajectoryScript(TrajectoryBatcher(size))
-    script.play(events)
-    rest = script.flushed()
-    for batch in rest:
-        script.check_whole(batch)
-        assert len(ended_trajectories(batch)) <= size
-    given_back = [item for batch in (*script.popped, *rest) for item in batch]
-    ends = [item.trajectory.id for item in script.added if item.done]
-    assert ended_trajectories(given_back) == ends
-    assert len(given_back) == len({id(item) for item in given_back})
-    unfinished = [t for who, t in script._running.items()]
-    kept = sum(script.batcher.drop(trajectory) for trajectory in unfinished)
-    assert len(given_back) + script.lost + kept == len(script.added)
-
-
 def test_a_limit_of_zero_gives_nothing() -> None:
-    for batcher in (StepBatcher(2), TrajectoryBatcher(2)):
-        for trajectory in range(3):
-            batcher.add(turn(Trajectory(trajectory, 0, 0), done=True))
-        assert batcher.pop(0) is None
-        assert len(batcher.pop(None)) == 2
-
-
-def test_a_trajectory_that_is_dropped_takes_only_its_own_turns() -> None:
-    batcher, lost, kept = TrajectoryBatcher(1), Trajectory(0, 0, 0), Trajectory(1, 1, 0)
-    for trajectory in (lost, kept, lost, kept, lost):
-        batcher.add(turn(trajectory))
-    assert batcher.drop(lost) == 3
-    assert batcher.drop(lost) == 0
-    batcher.add(turn(kept, done=True))
-    assert [(item.trajectory.id, item.step) for item in batcher.pop(None)] == [(1, 0), (1, 1), (1, 2)]
+    batcher = StepBatcher(2)
+    for trajectory in range(3):
+        batcher.add(turn(Trajectory(trajectory, 0, 0), done=True))
+    assert batcher.pop(0) is None
+    assert len(batcher.pop(None)) == 2
 
 
 def test_a_stamped_turn_holds_its_ids_as_int64_scalars() -> None:
@@ -184,6 +128,8 @@ def test_a_stamped_turn_holds_its_ids_as_int64_scalars() -> None:
         "env_id": 2,
         "policy_id": 1,
         "group_id": -1,
+        "group_index": -1,
+        "epoch": -1,
         "policy_version": 3,
         "policy_version_end": 5,
     }

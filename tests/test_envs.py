@@ -123,7 +123,10 @@ def test_an_env_that_was_used_before_goes_on_where_it_was() -> None:
 def test_dialogs_in_flight_are_finished_when_the_data_run_out() -> None:
     lengths = {"q0": 1, "q1": 3, "q2": 2}
     collector = LLMCollector(
-        lambda: chat_env(["q0", "q1", "q2"], lengths.__getitem__, batch_size=2), chat_echo, trajectories_per_batch=1
+        lambda: chat_env(["q0", "q1", "q2"], lengths.__getitem__, batch_size=2),
+        chat_echo,
+        trajectories_per_batch=1,
+        order="completion",
     )
     found = [chats(batch.unbind(0)) for batch in collector]
     assert [dialog[-1][0] for dialog in found] == ["q0", "q2", "q1"]

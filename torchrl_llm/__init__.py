@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrl_llm.collector import LLMCollector
     from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, WorkerError
     from torchrl_llm.policies.options import RunnerOptions
+    from torchrl_llm.prompts import PromptSource
     from torchrl_llm.ray.hooks import WorkerHooks
     from torchrl_llm.ray_collector import RayCollector
 
@@ -22,6 +23,7 @@ __all__ = [
     "EnvError",
     "LLMCollector",
     "PolicyError",
+    "PromptSource",
     "PromptsExhausted",
     "RayCollector",
     "RunnerOptions",
@@ -35,6 +37,7 @@ _MODULES = {
     "EnvError": "errors",
     "LLMCollector": "collector",
     "PolicyError": "errors",
+    "PromptSource": "prompts",
     "PromptsExhausted": "errors",
     "RayCollector": "ray_collector",
     "RunnerOptions": "policies.options",

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torchrl.envs import AsyncEnvPool, EnvBase
 
-from torchrl_llm.batches import Batcher, StepBatcher, TrajectoryBatcher
+from torchrl_llm.plan import check_int
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 
 # Arguments of TorchRL's collectors that make no sense here, and what to do instead.
@@ -103,39 +103,6 @@ def reject_unknown(arguments: Mapping[str, Any]) -> None:
         if hint is not None:
             raise TypeError(f"LLMCollector has no argument {name!r}: {hint}")
         raise TypeError(f"LLMCollector got an unexpected keyword argument {name!r}")
-
-
-def check_int(name: str, value: Any, allowed: str, *, minimum: int, or_: int | None = None) -> int:
-    """``value`` if it is an int of at least ``minimum``, or exactly ``or_``.
-
-    Raises:
-        TypeError: if it is no int.
-        ValueError: if it is out of range.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is not allowed: pass {allowed}")
-    if value < minimum and value != or_:
-        raise ValueError(f"{name}={value!r} is not allowed: pass {allowed}")
-    return value
-
-
-def make_batcher(steps_per_batch: Any, trajectories_per_batch: Any) -> Batcher:
-    """The batcher for the unit that was chosen.
-
-    Raises:
-        ValueError: if not exactly one unit is given, or it is less than 1.
-        TypeError: if it is no int.
-    """
-    units = {"steps_per_batch": steps_per_batch, "trajectories_per_batch": trajectories_per_batch}
-    given = {name: value for name, value in units.items() if value is not None}
-    if len(given) != 1:
-        passed = ", ".join(f"{name}={value!r}" for name, value in given.items()) or "none of them"
-        raise ValueError(
-            f"pass exactly one of steps_per_batch and trajectories_per_batch, an int of at least 1; got {passed}"
-        )
-    [(name, value)] = given.items()
-    size = check_int(name, value, "an int of at least 1", minimum=1)
-    return StepBatcher(size) if name == "steps_per_batch" else TrajectoryBatcher(size)
 
 
 Source = tuple[Callable[[], Any] | None, Any]

@@ -19,17 +19,27 @@ from torchrl_llm.policies.pool import PolicyPool, check_wrapper
 from torchrl_llm.routing import Route, reachable
 
 
-def build_slots(sources: list[Source]) -> list[Slot]:
+def build_slots(sources: list[Source], bound: bool = False) -> list[Slot]:
     """One slot per source.
+
+    Args:
+        sources: constructors or instances.
+        bound: whether each must take its prompts from a prompt source.
 
     Raises:
         EnvError: if a constructor fails, or gives no environment.
+        ValueError: if an environment that must be bound is not.
     """
     slots: list[Slot] = []
     try:
         for env_id, (constructor, instance) in enumerate(sources):
             env = instance if constructor is None else _construct(constructor, EnvError, slot=env_id)
             slots.append(Slot(env_id, env, constructor))
+            if bound and slots[-1].source is None:
+                raise ValueError(
+                    f"groups_per_batch needs prompts in groups, and env {env_id} has its prompts from elsewhere: bind "
+                    "its constructor by PromptSource(data, repeats=n).env(make_env)"
+                )
     except BaseException:
         for slot in slots:
             slot.close()

@@ -1,7 +1,7 @@
 """Turns -> batches: pure state machines without I/O, and the functions that stack and split turns.
 
 Invariants: a turn enters a batcher once and leaves it once, by ``pop``, ``flush`` or ``drop``; ``pop`` gives exactly
-one unit of the reader's choice; trajectories are contiguous and in turn order in :class:`TrajectoryBatcher`.
+one unit of the reader's choice. Whole trajectories and groups: :mod:`torchrl_llm.units`.
 
 Owned by the rollout, and used only by the thread that drives it.
 """
@@ -17,16 +17,35 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.tensorclass import NonTensorData
 
 from torchrl_llm.policies.runner import Response
+from torchrl_llm.prompt_line import Member
 
 
 @dataclass
 class Trajectory:
-    """The life of one prompt in one environment row, under one policy."""
+    """The life of one prompt in one environment row, under one policy.
+
+    Args:
+        id: unique in the collector.
+        env_id: the slot.
+        policy_id: the policy.
+        unit: what it is delivered with: its group, or itself.
+        group_id: its prompt's group; -1 without a prompt source.
+        group_index: its number in the group.
+        epoch: the pass over the data that its prompt comes from.
+        source: which of the collector's prompt sources that is.
+        member: the prompt, as the source handed it out.
+        turns: how many are finished.
+    """
 
     id: int
     env_id: int
     policy_id: int
+    unit: int = -1
     group_id: int = -1
+    group_index: int = -1
+    epoch: int = -1
+    source: int = -1
+    member: Member | None = None
     turns: int = 0
 
 
@@ -49,6 +68,8 @@ class Turn:
             "env_id": trajectory.env_id,
             "policy_id": trajectory.policy_id,
             "group_id": trajectory.group_id,
+            "group_index": trajectory.group_index,
+            "epoch": trajectory.epoch,
             "policy_version": 0 if answer is None else answer.policy_version,
             "policy_version_end": 0 if answer is None else answer.policy_version_end,
         }
@@ -115,53 +136,6 @@ class StepBatcher:
     def drop(self, trajectory: Trajectory) -> int:
         """Nothing is lost: the turns that were finished are delivered, also of a trajectory that failed later."""
         return 0
-
-
-@dataclass
-class TrajectoryBatcher:
-    """``size`` complete trajectories per batch, in the order in which they ended.
-
-    Examples:
-        >>> batcher, a, b = TrajectoryBatcher(size=1), Trajectory(0, 0, 0), Trajectory(1, 1, 0)
-        >>> batcher.add(Turn(a, 0, TensorDict(), done=False))
-        >>> batcher.add(Turn(b, 0, TensorDict(), done=True))
-        >>> [turn.trajectory.id for turn in batcher.pop(limit=None)]
-        [1]
-    """
-
-    size: int
-    whole_trajectories: bool = field(default=True, init=False)
-    _open: dict[int, list[Turn]] = field(default_factory=dict, init=False)
-    _complete: deque[list[Turn]] = field(default_factory=deque, init=False)
-
-    def add(self, turn: Turn) -> None:
-        """See :meth:`Batcher.add`."""
-        turns = self._open.setdefault(turn.trajectory.id, [])
-        turns.append(turn)
-        if turn.done:
-            self._complete.append(self._open.pop(turn.trajectory.id))
-
-    def pop(self, limit: int | None) -> list[Turn] | None:
-        """See :meth:`Batcher.pop`. A trajectory is never cut, so ``limit`` may be passed by less than one."""
-        if limit == 0:
-            return None
-        taken = turns = 0
-        for trajectory in self._complete:
-            taken, turns = taken + 1, turns + len(trajectory)
-            if taken == self.size or (limit is not None and turns >= limit):
-                return self._take(taken)
-        return None
-
-    def flush(self) -> list[Turn]:
-        """See :meth:`Batcher.flush`."""
-        return self._take(min(self.size, len(self._complete)))
-
-    def drop(self, trajectory: Trajectory) -> int:
-        """See :meth:`Batcher.drop`."""
-        return len(self._open.pop(trajectory.id, ()))
-
-    def _take(self, count: int) -> list[Turn]:
-        return [turn for _ in range(count) for turn in self._complete.popleft()]
 
 
 def stack_turns(turns: list[Turn]) -> LazyStackedTensorDict:

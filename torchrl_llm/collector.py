@@ -27,6 +27,7 @@ from torchrl_llm.errors import CollectorError
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import END, Collection
+from torchrl_llm.plan import check_int, make_plan
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.sinks import make_sink
@@ -141,6 +142,11 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         steps_per_batch: int | None = None,
         trajectories_per_batch: int | None = None,
         groups_per_batch: int | None = None,
+        order: str | None = None,
+        window: int | None = None,
+        group_filter: Callable[[TensorDictBase], bool] | None = None,
+        oversample: int | None = None,
+        keep_surplus: bool = True,
         total_steps: int = -1,
         replay_buffer: Any = None,
         queue: Any = None,
@@ -156,13 +162,22 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
     ) -> None:
         arguments.reject_unknown(unknown)
         check_mode(update_mode)
-        later = {"groups_per_batch": groups_per_batch, "max_policy_lag": max_policy_lag, "seed": seed}
+        later = {"max_policy_lag": max_policy_lag, "seed": seed}
         for name, value in later.items():
             if value is not None:
                 raise NotImplementedError(f"{name}={value!r} comes with a later release; leave it out")
-        batcher = arguments.make_batcher(steps_per_batch, trajectories_per_batch)
-        arguments.check_int("total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1)
-        arguments.check_int("env_threads", env_threads, "an int of at least 0", minimum=0)
+        plan = make_plan(
+            steps_per_batch=steps_per_batch,
+            trajectories_per_batch=trajectories_per_batch,
+            groups_per_batch=groups_per_batch,
+            order=order,
+            window=window,
+            group_filter=group_filter,
+            oversample=oversample,
+            keep_surplus=keep_surplus,
+        )
+        check_int("total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1)
+        check_int("env_threads", env_threads, "an int of at least 0", minimum=0)
         if postproc is not None and not callable(postproc):
             raise TypeError(f"postproc={postproc!r} is not allowed: pass a callable batch -> batch, or None")
         envs = arguments.env_sources(env, num_envs)
@@ -176,22 +191,26 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         self.total_steps = total_steps
         self.steps_per_batch = steps_per_batch
         self.trajectories_per_batch = trajectories_per_batch
+        self.groups_per_batch = groups_per_batch
         self.replay_buffer = replay_buffer
         self.queue = queue
         self.postproc = postproc
         self._ledger = Ledger()
         events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
-        slots = build_slots(envs)
+        slots = build_slots(envs, bound=plan.groups)
+        batcher = plan.batcher()
         pool = build_policies(policies, options, slots, route)
         pool.track_token_versions(track_token_versions)
         self._weights = PolicyWeights(
             pool, update_mode, keep=restart, on_update=lambda version: announce_version(slots, version)
         )
+        budget = Budget(total_steps, batcher.whole_trajectories)
+        self._launches = Launches(slots, pool, router, budget, self._ledger, batcher, plan)
         rollout = Rollout(
             slots=slots,
             pool=pool,
-            launches=Launches(pool, router, Budget(total_steps, batcher.whole_trajectories), self._ledger),
+            launches=self._launches,
             batcher=batcher,
             ledger=self._ledger,
             restart=restart,
@@ -322,7 +341,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             ``response_tokens``, ``errors`` (and ``env_errors``, ``policy_errors``), ``env_restarts``,
             ``policy_restarts``, ``requests_in_flight``, those of the two equations, and ``recorded_by_reason``.
         """
-        return self._ledger.snapshot() | self._weights.stats()
+        return self._ledger.snapshot() | self._weights.stats() | self._launches.stats()
 
     @property
     def policy_version(self) -> int:

@@ -26,9 +26,11 @@ from torchrl.envs import EnvBase
 from torchrl.envs.llm import DataLoadingPrimer
 
 from torchrl_llm.batches import Trajectory
+from torchrl_llm.binding import PromptFeed, find_feed
 from torchrl_llm.bridge import KeyBridge, merge_entry, shallow_copy
 from torchrl_llm.errors import EnvError, PromptsExhausted
 from torchrl_llm.policies.runner import Response, Ticket
+from torchrl_llm.prompt_line import Prompts
 
 EnvConstructor = Callable[[], EnvBase]
 
@@ -64,7 +66,6 @@ class Slot:
     def __init__(self, env_id: int, env: EnvBase, constructor: EnvConstructor | None) -> None:
         self.env_id = env_id
         self.constructor = constructor
-        self.env = env
         self.rows = [Row() for _ in range(check_env(env, env_id))]
         self.bridges: dict[int, KeyBridge] = {}
         self.awaited = 0
@@ -73,11 +74,23 @@ class Slot:
         self.failures_in_row = 0
         self.prompts_skipped_in_row = 0
         self.exhausted = False
-        self._primers = _take_over_primers(env)
-        self._rewards = frozenset(env.reward_keys)
+        # Places that were taken for the reset that is under way, see torchrl_llm.launches.
+        self.reserved: list[Any] = []
+        self._adopt(env)
         self._in_call = threading.Lock()
         self._closed = False
         self._ended = False
+
+    def _adopt(self, env: EnvBase) -> None:
+        self.env = env
+        self.feed: PromptFeed | None = find_feed(env)
+        self._primers = _take_over_primers(env)
+        self._rewards = frozenset(env.reward_keys)
+
+    @property
+    def source(self) -> Prompts | None:
+        """The prompt source that the environment is bound to."""
+        return None if self.feed is None else self.feed.source
 
     @property
     def policy_id(self) -> int | None:
@@ -95,8 +108,7 @@ class Slot:
         self._closed = False
         if check_env(self.env, self.env_id) != len(self.rows):
             raise ValueError(f"the constructor of env {self.env_id} now gives another batch size")
-        self._primers = _take_over_primers(self.env)
-        self._rewards = frozenset(self.env.reward_keys)
+        self._adopt(self.env)
 
     def close(self) -> None:
         """Closes the environment if we built it; one that is in a call on a thread is closed when that returns."""
@@ -163,6 +175,10 @@ class Slot:
 
     def _reserve_prompts(self, wanted: int) -> int:
         """How many of ``wanted`` prompts the data still hold; missing ones are padded so that a reset works."""
+        if self.feed is not None:
+            members = [reservation.member for reservation in self.reserved]
+            self.feed.give(members + members[-1:] * (wanted - len(members)))
+            return len(members)
         granted = wanted
         for primer in self._primers:
             loaded: list[TensorDictBase] = []
@@ -243,7 +259,7 @@ def _take_over_primers(env: EnvBase) -> list[DataLoadingPrimer]:
     """
     primers = [module for module in env.modules() if isinstance(module, DataLoadingPrimer)]
     for primer in primers:
-        if not isinstance(primer.endless_dataloader, _Data):
+        if not isinstance(primer.endless_dataloader, (_Data, PromptFeed)):
             primer.endless_dataloader = _Data(primer.dataloader, primer.endless_dataloader)
     return primers
 

@@ -14,6 +14,7 @@ import logging
 from torchrl_llm.batches import Batcher, Trajectory
 from torchrl_llm.envs import Row, Slot
 from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptTooLong
+from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Ticket
@@ -32,14 +33,16 @@ class Failures:
         batcher: holds the finished turns of trajectories that may fail.
         ledger: the books.
         restart: whether a failed environment or policy is rebuilt, instead of ending the collection.
+        launches: is told of every trajectory that ends without being delivered.
     """
 
-    def __init__(self, pool: PolicyPool, batcher: Batcher, ledger: Ledger, restart: bool) -> None:
+    def __init__(self, pool: PolicyPool, batcher: Batcher, ledger: Ledger, restart: bool, launches: Launches) -> None:
         self.fatal: CollectorError | None = None
         self._pool = pool
         self._batcher = batcher
         self._ledger = ledger
         self._restart = restart
+        self._launches = launches
 
     def end_collection(self, failure: CollectorError, cause: BaseException | None = None) -> None:
         """Ends the collection; the first failure is the one that the reader gets."""
@@ -141,5 +144,6 @@ class Failures:
         lost = self._batcher.drop(trajectory)
         self._ledger.record(trajectory.id, reason, turns_dropped=lost)
         self._pool.loads[trajectory.policy_id] -= 1
+        self._launches.lost(trajectory, reason)
         row.clear()
         return trajectory

@@ -1,59 +1,191 @@
-"""Launches: which trajectory may begin, and with what.
+"""Launches: which trajectory may begin, with which prompt, and what becomes of the prompt of one that did not get far.
 
-Invariant: a trajectory is launched at most once, with an id of its own, and is in the books from that moment on.
+A slot *reserves* places for its free rows before it is reset: with a prompt source, members of groups; always, a place
+in the order of delivery. A row that the reset gave an observation then begins its trajectory; other places go back.
+
+Invariants: a trajectory is launched at most once, with an id of its own, and is in the books from that moment on; a
+member that was taken from a source is handed back to it, or told to be done with, exactly once per taking; a group is
+completed or given up whole. What was begun may always be completed: neither the window nor ``total_steps`` nor the
+limit of groups under way holds back the missing members of a group.
 
 Owned by the rollout, and used only by the thread that drives it.
 """
 
 from __future__ import annotations
 
-from torchrl_llm.batches import Trajectory
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from torchrl_llm.batches import Batcher, Trajectory, Turn, ended_trajectories
 from torchrl_llm.budget import Budget
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.ledger import Ledger
+from torchrl_llm.plan import BatchPlan
 from torchrl_llm.policies.pool import PolicyPool
+from torchrl_llm.prompt_line import Member, Prompts
 from torchrl_llm.routing import Route
+from torchrl_llm.units import UnitBatcher
+
+logger = logging.getLogger("torchrl_llm")
+
+# How often a member of a group is tried before its group is given up.
+MAX_TRIES = 3
+# A filter that drops so many groups in a row is worth a warning, and again at every doubling.
+FILTERED_IN_ROW = 100
+# What ends a trajectory without fault of its prompt, which is then handed out again; failures are counted as tries.
+_TRIED = ("failed", "timed_out")
+_AGAIN = (*_TRIED, "stale", "surplus")
+
+
+@dataclass
+class Reservation:
+    """A place in the order of delivery, and the member of a group that takes it."""
+
+    unit: int
+    source: int = -1
+    member: Member | None = None
 
 
 class Launches:
     """Decides who may begin, and begins it.
 
     Args:
+        slots: the environments; some or all may be bound to prompt sources.
         pool: the policies, whose loads are kept here.
         route: which policy gets a new trajectory.
         budget: how many turns in all.
         ledger: the books.
+        batcher: where finished turns go.
+        plan: what a batch is.
     """
 
-    def __init__(self, pool: PolicyPool, route: Route, budget: Budget, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        slots: list[Slot],
+        pool: PolicyPool,
+        route: Route,
+        budget: Budget,
+        ledger: Ledger,
+        batcher: Batcher,
+        plan: BatchPlan,
+    ) -> None:
         self._pool = pool
         self._route = route
         self._budget = budget
         self._ledger = ledger
+        self._units = batcher if isinstance(batcher, UnitBatcher) else None
+        self._plan = plan
+        self._window = plan.window_for(sum(len(slot.rows) for slot in slots))
         self._next_id = 0
+        self._next_unit = 0
+        self.sources: list[Prompts] = []
+        for slot in slots:
+            if slot.source is not None and all(slot.source is not known for known in self.sources):
+                self.sources.append(slot.source)
+        self._index = {id(source): index for index, source in enumerate(self.sources)}
+        self._dry: set[int] = set()
+        self._tries: Counter[tuple[int, int]] = Counter()
+        self._unit_ends: list[tuple[int, str]] = []
+        self._warn_at = FILTERED_IN_ROW
 
     def left(self) -> int | None:
         """Turns that may still be delivered; ``None`` for no end."""
         return self._budget.left(self._ledger.turns_delivered)
 
-    def may_begin(self, begun: int, new: bool) -> bool:
+    # Before a trajectory
+
+    def may_begin(self, begun: int, new: bool, slot: Slot) -> bool:
         """Whether another turn may begin.
 
         Args:
             begun: turns in flight.
             new: whether it would be the first of its trajectory.
+            slot: where.
         """
-        return self._budget.may_begin(self._ledger.turns_kept, begun, new)
+        kept = self._ledger.turns_kept
+        if not new:
+            return self._budget.may_begin(kept, begun, False)
+        if slot.source is not None and slot.source.pending:
+            return self._plan.groups or self._budget.may_begin(kept, begun, True)
+        return self._source_of(slot) not in self._dry and self._budget.may_begin(kept, begun, True) and self._has_room()
 
-    def begin(self, slot: Slot) -> Trajectory:
-        """Launches a trajectory in ``slot``.
+    def _has_room(self) -> bool:
+        """Whether a new unit may be opened."""
+        units = self._units
+        if units is None:
+            return True
+        if self._window is not None and units.waiting >= self._window:
+            return False
+        return self._plan.under_way is None or units.under_way < self._plan.under_way
+
+    def reserve(self, slot: Slot, begun: int) -> bool:
+        """Takes places, and prompts if a source has them, for the slot's free rows; returns whether there are any."""
+        if not self.may_begin(begun, True, slot):
+            return False
+        free = sum(row.trajectory is None for row in slot.rows)
+        if slot.source is None:
+            slot.reserved = [Reservation(self._open_unit()) for _ in range(free)]
+            return True
+        slot.reserved = []
+        index = self._source_of(slot)
+        while len(slot.reserved) < free:
+            owed = slot.source.pending
+            if not owed and slot.reserved and not self._has_room():
+                break
+            taken = slot.source.take(min(free - len(slot.reserved), owed or 1))
+            if not taken:
+                self._dry.add(index)
+                break
+            slot.reserved += [self._placed(index, member) for member in taken]
+        return bool(slot.reserved)
+
+    def _placed(self, index: int, member: Member) -> Reservation:
+        if not self._plan.groups:
+            return Reservation(self._open_unit(), index, member)
+        unit = self._group_id(index, member)
+        assert self._units is not None
+        if not self._units.is_open(unit):
+            self._units.open(unit, member.repeats)
+        return Reservation(unit, index, member)
+
+    def _open_unit(self) -> int:
+        unit = self._next_unit
+        self._next_unit += 1
+        if self._units is not None:
+            self._units.open(unit, size=1)
+        return unit
+
+    def _source_of(self, slot: Slot) -> int:
+        return -1 if slot.source is None else self._index[id(slot.source)]
+
+    def _group_id(self, index: int, member: Member) -> int:
+        """A group's id in the collector: the source's own, if there is one source."""
+        return member.group_id * len(self.sources) + index
+
+    def release(self, reservations: list[Reservation], reason: str) -> None:
+        """Takes places back that no trajectory begins from, for ``reason``."""
+        for reservation in reservations:
+            self._lost(reservation.unit, reservation.source, reservation.member, reason)
+
+    # A trajectory
+
+    def begin(self, slot: Slot, reservation: Reservation) -> Trajectory | None:
+        """Launches a trajectory in ``slot``; ``None`` if its group was given up meanwhile.
 
         Raises:
             CollectorError: if the route fails, or gives no policy.
         """
+        if self._units is not None and not self._units.is_open(reservation.unit):
+            self.release([reservation], "surplus")
+            return None
         policy_id = slot.policy_id if slot.policy_id is not None else self._pick_policy(slot)
-        trajectory = Trajectory(self._next_id, slot.env_id, policy_id)
+        trajectory = Trajectory(self._next_id, slot.env_id, policy_id, unit=reservation.unit)
+        if reservation.member is not None:
+            trajectory.source, trajectory.member = reservation.source, reservation.member
+            trajectory.group_id = self._group_id(reservation.source, reservation.member)
+            trajectory.group_index, trajectory.epoch = reservation.member.index, reservation.member.epoch
         self._next_id += 1
         self._ledger.launch(trajectory.id)
         self._pool.loads[policy_id] += 1
@@ -70,3 +202,83 @@ class Launches:
                 f"route returned {policy_id!r}; an int from 0 to {len(loads) - 1} is needed", slot=slot.env_id
             )
         return policy_id
+
+    # After a trajectory
+
+    def lost(self, trajectory: Trajectory, reason: str) -> None:
+        """A trajectory has ended without being delivered, for ``reason``: its prompt is tried again, or given up."""
+        self._lost(trajectory.unit, trajectory.source, trajectory.member, reason)
+
+    def _lost(self, unit: int, index: int, member: Member | None, reason: str) -> None:
+        if self._units is not None and not self._plan.groups:
+            self._units.close(unit)
+        if member is None:
+            return
+        source, key = self.sources[index], (self._group_id(index, member), member.index)
+        self._tries[key] += reason in _TRIED
+        if reason in _AGAIN and self._tries[key] < MAX_TRIES:
+            source.returned(member.group_id, member.index)
+        elif not self._plan.groups:
+            del self._tries[key]
+            source.delivered(member.group_id, member.index)
+        elif self._units is not None and self._units.is_open(unit):
+            logger.warning("gave up group %d: its member %d: %s", unit, member.index, reason)
+            self._ledger.group("failed")
+            source.withdraw(member.group_id)
+            self._unit_ends.append((unit, "group_failed"))
+
+    def units_to_end(self) -> list[tuple[int, str]]:
+        """The units that are to be ended, with the reason; each is then to be ended by :meth:`end_unit`."""
+        ends, self._unit_ends = self._unit_ends, []
+        return ends
+
+    def end_unit(self, unit: int, reason: str) -> None:
+        """Gives a unit up whose running trajectories have been ended."""
+        assert self._units is not None
+        turns = self._units.close(unit)
+        self._ledger.drop(len(turns), ended_trajectories(turns), reason)
+        for turn in turns:
+            if turn.done:
+                self.lost(turn.trajectory, reason)
+
+    def settle(self) -> None:
+        """Books the groups that the filter did not want."""
+        if self._units is None:
+            return
+        for turns in self._units.take_unwanted():
+            self._ledger.drop(len(turns), ended_trajectories(turns), "filtered")
+            self._ledger.group("filtered")
+            self._done_with(turns)
+        if self._units.unwanted_in_row >= self._warn_at:
+            logger.warning("group_filter has dropped %d groups in a row, none was kept", self._warn_at)
+            self._warn_at *= 2
+        elif not self._units.unwanted_in_row:
+            self._warn_at = FILTERED_IN_ROW
+
+    def batch_made(self) -> None:
+        """A batch is full: what is under way beyond it goes on, or is to be ended."""
+        if self._units is not None and not self._plan.keep_surplus:
+            for unit in self._units.open_units():
+                self._ledger.group("surplus")
+                self._unit_ends.append((unit, "surplus"))
+
+    def stats(self) -> dict[str, float]:
+        """How long units waited for older ones; safe from any thread."""
+        units = self._units
+        return {
+            "longest_wait_seconds": 0.0 if units is None else units.longest_wait_seconds,
+            "most_overtaken": 0 if units is None else units.most_overtaken,
+        }
+
+    def delivered(self, turns: list[Turn]) -> None:
+        """Turns have reached the reader: the sources need not keep their prompts."""
+        self._done_with(turns)
+        if self._plan.groups:
+            self._ledger.group("delivered", len({turn.trajectory.unit for turn in turns}))
+
+    def _done_with(self, turns: list[Turn]) -> None:
+        for turn in turns:
+            trajectory = turn.trajectory
+            if turn.done and trajectory.member is not None:
+                self._tries.pop((trajectory.group_id, trajectory.group_index), None)
+                self.sources[trajectory.source].delivered(trajectory.member.group_id, trajectory.member.index)

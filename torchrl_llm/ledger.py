@@ -46,6 +46,7 @@ class Ledger:
         self._errors: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
         self._requests_in_flight = 0
+        self._groups: Counter[str] = Counter()
 
     def launch(self, trajectory: int) -> None:
         """Counts a trajectory as launched and in flight."""
@@ -111,6 +112,11 @@ class Ledger:
         with self._lock:
             self._requests_in_flight += change
 
+    def group(self, kind: str, count: int = 1) -> None:
+        """Counts groups by what became of them (``"delivered"``, ``"filtered"``, ``"failed"``, ``"surplus"``)."""
+        with self._lock:
+            self._groups[kind] += count
+
     @property
     def turns_delivered(self) -> int:
         """Turns handed to the reader so far."""
@@ -147,4 +153,8 @@ class Ledger:
                 "env_restarts": self._restarts["env"],
                 "policy_restarts": self._restarts["policy"],
                 "requests_in_flight": self._requests_in_flight,
+                "groups": self._groups["delivered"],
+                "groups_filtered": self._groups["filtered"],
+                "groups_failed": self._groups["failed"],
+                "groups_surplus": self._groups["surplus"],
             }

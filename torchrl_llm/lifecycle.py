@@ -160,7 +160,7 @@ class Collection:
                     self._last_chance(self._sink, turns, batch)
                     raise
                 batch = None
-            self._ledger.deliver(len(turns), ended_trajectories(turns))
+            self._deliver(turns)
             return batch
 
     def _make_batch(self, turns: list[Turn]) -> TensorDictBase | None:
@@ -171,7 +171,12 @@ class Collection:
             raise CollectorError(f"postproc failed: {type(error).__name__}: {error}") from error
         if batch is None:
             self._ledger.drop(len(turns), ended_trajectories(turns), "postproc_kept")
+            self._rollout.delivered(turns)
         return batch
+
+    def _deliver(self, turns: list[Turn]) -> None:
+        self._ledger.deliver(len(turns), ended_trajectories(turns))
+        self._rollout.delivered(turns)
 
     # Running in the background
 
@@ -298,14 +303,14 @@ class Collection:
             if batch is None:
                 continue
             if sink.write_last(batch, room_until):
-                self._ledger.deliver(len(turns), ended_trajectories(turns))
+                self._deliver(turns)
             else:
                 self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
 
     def _last_chance(self, sink: Sink, turns: list[Turn], batch: TensorDictBase) -> None:
         """Offers a batch that a full queue did not take once more, when the collection stops."""
         if sink.write_last(batch, min(self._deadline, time.monotonic() + FULL_QUEUE_SECONDS)):
-            self._ledger.deliver(len(turns), ended_trajectories(turns))
+            self._deliver(turns)
         else:
             logger.warning("shutdown: the queue stayed full, %d finished turns were not delivered", len(turns))
             self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")

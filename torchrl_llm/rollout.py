@@ -13,7 +13,7 @@ The loop knows nothing of vLLM, Ray or sinks. All its state belongs to the threa
 from __future__ import annotations
 
 import queue
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -67,12 +67,13 @@ class Rollout:
         self._launches = launches
         self._batcher = batcher
         self._ledger = ledger
-        self._failures = Failures(pool, batcher, ledger, restart)
+        self._failures = Failures(pool, batcher, ledger, restart, launches)
         self._events = events
         self._control = control
         self._work: deque[Callable[[], None]] = deque(self._advancing(slot) for slot in slots)
-        # Slots that wait for leave to begin a trajectory, or the next turn of one; each in order of arrival.
-        self._parked: dict[bool, deque[Slot]] = {False: deque(), True: deque()}
+        # Slots that wait for leave to begin a trajectory (by their source), or the next turn of one; each in order of
+        # arrival.
+        self._parked: defaultdict[tuple[bool, int], deque[Slot]] = defaultdict(deque)
         self._begun = 0
 
     def next_batch(self) -> list[Turn] | None:
@@ -91,12 +92,15 @@ class Rollout:
                 return None
             batch = self._batcher.pop(left)
             if batch is not None:
+                self._launches.batch_made()
+                self._end_units()
                 return batch
             if self._failures.fatal is not None:
                 rest = self._batcher.flush()
                 if rest:
                     return rest
                 raise self._failures.fatal
+            self._end_units()
             self._unpark()
             if self._work:
                 self._guarded(self._work.popleft())
@@ -147,12 +151,14 @@ class Rollout:
         idle = free == len(slot.rows)
         if idle and slot.exhausted:
             return
-        if not self._launches.may_begin(self._begun, new=idle):
-            self._parked[idle].append(slot)
-        elif free and not slot.exhausted and self._launches.may_begin(self._begun, new=True):
+        if not self._launches.may_begin(self._begun, idle, slot):
+            self._park(slot, idle)
+        elif free and not slot.exhausted and self._launches.reserve(slot, self._begun):
             self._reserve(slot, len(slot.rows))
             slot.in_call = True
             self.threads.submit(slot.reset, lambda value, error: self._on_reset(slot, value, error))
+        elif idle:
+            self._park(slot, idle)
         else:
             self._submit(slot)
 
@@ -173,27 +179,34 @@ class Rollout:
             if row.abandoned is not None:
                 self.abandon(slot, row, row.abandoned)
 
+    def _park(self, slot: Slot, new: bool) -> None:
+        self._parked[new, id(slot.source)].append(slot)
+
     def _unpark(self) -> None:
         """Takes up parked slots that may begin now: a delivery, a failure or an update may have made room."""
-        for new, parked in self._parked.items():
+        for (new, _), parked in self._parked.items():
             moved = 0
-            while parked and self._launches.may_begin(self._begun + moved, new):
+            while parked and self._launches.may_begin(self._begun + moved, new, parked[0]):
                 self._work.append(self._advancing(parked.popleft()))
                 moved += 1
 
     def _on_reset(
         self, slot: Slot, observations: list[tuple[int, TensorDictBase]], error: BaseException | None
     ) -> None:
-        asked = sum(row.trajectory is None for row in slot.rows)
         self._returned(slot)
+        reserved, slot.reserved = slot.reserved, []
         if error is not None:
+            self._launches.release(reserved, "failed")
             self._env_failed(slot, "reset", error)
             return
-        slot.exhausted = len(observations) < asked
-        for index, observation in observations:
+        slot.exhausted = len(observations) < len(reserved)
+        self._launches.release(reserved[len(observations) :], "surplus")
+        for (index, observation), reservation in zip(observations, reserved, strict=False):
             row = slot.rows[index]
+            row.trajectory = self._launches.begin(slot, reservation)
+            if row.trajectory is None:
+                continue
             row.observation = observation
-            row.trajectory = self._launches.begin(slot)
             problem = self._prepare(slot, row, carry=None)
             if isinstance(problem, PromptTooLong):
                 self._failures.prompt_too_long(slot, row, problem)
@@ -279,6 +292,19 @@ class Rollout:
                 self._work.append(lambda: self._step(slot))
         self._failures.end_trajectory(row, reason)
 
+    def _end_units(self) -> None:
+        """Ends the groups that failed or are not wanted any more, with the trajectories that still run."""
+        for unit, reason in self._launches.units_to_end():
+            for slot in self.slots:
+                for row in slot.rows:
+                    if row.trajectory is not None and row.trajectory.unit == unit:
+                        self.abandon(slot, row, reason)
+            self._launches.end_unit(unit, reason)
+
+    def delivered(self, turns: list[Turn]) -> None:
+        """Turns have reached the reader, or whatever took them in his place."""
+        self._launches.delivered(turns)
+
     def _step(self, slot: Slot) -> None:
         if self._failures.fatal is not None:
             return
@@ -324,6 +350,7 @@ class Rollout:
         _say_whether_truncated(data, truncated)
         self._ledger.finish_turn(answer.prompt_tokens, answer.response_tokens)
         self._batcher.add(Turn(trajectory, step, data, done, answer))
+        self._launches.settle()
         if done or not self._batcher.whole_trajectories:
             self._failures.none_in_row(slot, trajectory.policy_id)
         if done:

@@ -1,0 +1,261 @@
+"""Binding environments to a prompt source: any environment takes its prompts, and all their fields, at reset.
+
+A bound environment has a torchrl ``DataLoadingPrimer`` whose loader is a :class:`PromptFeed`. The collector gives the
+feed the members that it took for a reset; an environment that is reset by somebody else takes the next one itself.
+
+Invariant: a prompt of the source reaches the environment under the key that it reads, and every other field under its
+own name; nothing of a loader that the environment had before is used.
+
+Threads: environments are built by the thread that builds or rebuilds the collector's slots. A feed belongs to its
+environment and is used by one thread at a time, like it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.tensorclass import NonTensorData
+from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
+from torchrl.data.llm import History
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.llm import DataLoadingPrimer, LLMEnv
+from torchrl.envs.llm.chat import ChatEnv, DatasetChatEnv
+
+from torchrl_llm.data import is_chat
+from torchrl_llm.errors import PromptsExhausted
+from torchrl_llm.prompt_line import Member, Prompts
+
+_building = threading.local()
+_patched = threading.Lock()
+
+
+class BoundEnv:
+    """An environment constructor that binds what it builds to a source.
+
+    Args:
+        source: where prompts come from.
+        make_env: builds the environment.
+    """
+
+    def __init__(self, source: Prompts, make_env: Callable[[], EnvBase]) -> None:
+        if isinstance(make_env, EnvBase) or not callable(make_env):
+            raise TypeError(
+                f"make_env of type {type(make_env).__name__} is not allowed: pass a constructor () -> EnvBase, so that "
+                "every slot gets an environment of its own"
+            )
+        self.source = source
+        self.make_env = make_env
+
+    def __call__(self) -> EnvBase:
+        """Builds the environment.
+
+        Raises:
+            TypeError: if ``make_env`` gives no environment.
+            ValueError: if it has several data primers, or one on Ray.
+        """
+        with _no_data_sets_loaded():
+            env = self.make_env()
+        if not isinstance(env, EnvBase):
+            raise TypeError(f"make_env returned {type(env).__name__}, an EnvBase is needed")
+        return bind(env, self.source)
+
+
+class PromptFeed:
+    """What a bound environment reads its data from: an endless iterator over rows.
+
+    Args:
+        source: the source.
+        prompt_key: the key under which the environment reads its prompt; ``None`` for the datum's own.
+        as_history: whether a chat becomes a ``History``.
+    """
+
+    def __init__(self, source: Prompts, prompt_key: str | tuple[str, ...] | None, as_history: bool) -> None:
+        self.source = source
+        self._prompt_key = prompt_key
+        self._as_history = as_history
+        self._given: deque[Member] = deque()
+        # Every field seen so far has its place in each row: torchrl's primer carries them from turn to turn.
+        self._fields: dict[str, None] = {}
+
+    def give(self, members: list[Member]) -> None:
+        """The members for the next reset."""
+        self._given = deque(members)
+
+    def __iter__(self) -> PromptFeed:
+        return self
+
+    def __next__(self) -> TensorDict:
+        if self._given:
+            return self.row(self._given.popleft())
+        taken = self.source.take(1)
+        if not taken:
+            raise PromptsExhausted("the prompt source has run out")
+        self.source.delivered(taken[0].group_id, taken[0].index)  # Whoever resets it himself has it by that.
+        return self.row(taken[0])
+
+    def row(self, member: Member) -> TensorDict:
+        """A member as the TensorDict that the environment is reset with, of batch size ``()``."""
+        self._fields.update(dict.fromkeys(member.fields))
+        row = TensorDict(batch_size=())
+        for name in self._fields:
+            row.set(name, _entry(member.fields.get(name)))
+        row.set(self.prompt_key(member), self._prompt(member.prompt))
+        return row
+
+    def prompt_key(self, member: Member | None) -> str | tuple[str, ...]:
+        """The key of the prompt in a row."""
+        if self._prompt_key is not None:
+            return self._prompt_key
+        return "query" if member is None else member.name
+
+    def _prompt(self, prompt: Any) -> Any:
+        if not self._as_history:
+            return _entry(prompt)
+        if is_chat(prompt):
+            return History.from_chats([dict(message) for message in prompt])
+        return _entry(prompt)
+
+    def stack(self, rows: list[TensorDictBase]) -> TensorDictBase:
+        """Rows that are reset together; strings become chats where others are, and every row has every field."""
+        key = self.prompt_key(None) if self._prompt_key is not None else None
+        if key is not None and any(isinstance(row.get(key), History) for row in rows):
+            for row in rows:
+                if not isinstance(row.get(key), History):
+                    row.set(key, History.from_chats([{"role": "user", "content": row[key]}]))
+        names = {name for row in rows for name in row.keys()}
+        for row in rows:
+            for name in names - set(row.keys()):
+                row.set(name, _entry(None))
+        return lazy_stack(rows)
+
+    def spec(self, batch_size: torch.Size) -> Composite:
+        """What the rows hold, by the next member of the source."""
+        member = self.source.peek()
+        leaves: dict[Any, TensorSpec] = {}
+        row = TensorDict(batch_size=()) if member is None else self.row(member)
+        for name in row.keys():
+            leaves[name] = _leaf(row.get(name), batch_size)
+        key = self.prompt_key(member)
+        if member is None:
+            leaves[key] = NonTensor(shape=batch_size, example_data="")
+        return Composite(leaves, shape=batch_size)
+
+
+class PromptPrimer(DataLoadingPrimer):
+    """A ``DataLoadingPrimer`` that reads a :class:`PromptFeed`, and keeps what a partial reset has to say.
+
+    torchrl's own hands the environment new rows without ``"_reset"``, so that one with a state resets all its rows.
+    """
+
+    def _reset_func(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        if not tensordict_reset.batch_size:
+            return tensordict_reset.update(self._load_from_dataloader())
+        mask = tensordict.get("_reset", None)
+        rows = [row.copy() for row in tensordict_reset.unbind(0)]
+        for index, row in enumerate(rows):
+            if mask is None or bool(mask[index].any()):
+                row.update(self._load_from_dataloader())
+        return self.stack_method(rows)
+
+
+def find_feed(env: EnvBase) -> PromptFeed | None:
+    """The feed of a bound environment; ``None`` for any other."""
+    for module in env.modules():
+        feed = getattr(module, "endless_dataloader", None)
+        if isinstance(feed, PromptFeed):
+            return feed
+    return None
+
+
+def bind(env: EnvBase, source: Prompts) -> EnvBase:
+    """Lets ``env`` take its prompts from ``source``; the environment itself, or one around it.
+
+    Raises:
+        ValueError: if it has several data primers, or one on Ray.
+    """
+    modules = list(env.modules())
+    if any(type(module).__name__ == "RayDataLoadingPrimer" for module in modules):
+        raise ValueError("the environment loads its data by a Ray actor: leave ray_backend out, the source replaces it")
+    primers = [module for module in modules if isinstance(module, DataLoadingPrimer)]
+    if len(primers) > 1:
+        raise ValueError(f"the environment has {len(primers)} data primers; a source can replace one")
+    base: Any = env
+    while isinstance(base, TransformedEnv):
+        base = base.base_env
+    feed = PromptFeed(source, _key_of_prompt(base), as_history=isinstance(base, ChatEnv))
+    spec = feed.spec(env.batch_size)
+    if primers:
+        _refill(primers[0], feed, spec)
+        for module in modules:
+            if hasattr(module, "empty_cache"):
+                module.empty_cache()
+        return env
+    primer = PromptPrimer(feed, primers=spec, batch_size=env.batch_size, stack_method=feed.stack)
+    _refill(primer, feed, spec)
+    if isinstance(env, TransformedEnv):
+        env.insert_transform(0, primer)
+        return env
+    return TransformedEnv(env, primer)
+
+
+def _refill(primer: DataLoadingPrimer, feed: PromptFeed, spec: Composite) -> None:
+    primer.__class__ = PromptPrimer
+    primer.dataloader = primer.endless_dataloader = feed
+    primer.primers = spec
+    primer.data_keys = list(spec.keys(True, True))
+    primer.stack_method = feed.stack
+    primer.repeats = 0
+    primer._queue.clear()
+    # A prompt may be of another length, and a field of another kind, than the first one's.
+    primer._validated = True
+
+
+def _key_of_prompt(env: EnvBase) -> str | tuple[str, ...] | None:
+    if isinstance(env, LLMEnv):
+        return env.str_key if env.from_text else env.token_key
+    return getattr(env, "data_key", None)
+
+
+def _entry(value: Any) -> Any:
+    """A field as TensorDict keeps it: tensors and numbers as tensors, everything else as it is."""
+    if isinstance(value, (torch.Tensor, History)):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(value)
+    return NonTensorData(value, batch_size=())
+
+
+def _leaf(value: Any, batch_size: torch.Size) -> TensorSpec:
+    if isinstance(value, torch.Tensor):
+        return Unbounded(shape=(*batch_size, *(-1 for _ in value.shape)), dtype=value.dtype)
+    example = "" if isinstance(value, History) else value.data
+    return NonTensor(shape=batch_size, example_data=example)
+
+
+@contextlib.contextmanager
+def _no_data_sets_loaded() -> Iterator[None]:
+    """Keeps torchrl's data set environments, built in this thread meanwhile, from loading a data set that is not used.
+
+    They do that in their constructors, whatever data they are given later.
+    """
+    with _patched:
+        load = DatasetChatEnv.__dict__["_dataloader_factory"]
+
+        def load_nothing(**kwargs: Any) -> Any:
+            if getattr(_building, "now", False):
+                return [TensorDict(query=["-"], answer=["-"], batch_size=(1,))]
+            return load.__func__(**kwargs)
+
+        DatasetChatEnv._dataloader_factory = staticmethod(load_nothing)
+        _building.now = True
+        try:
+            yield
+        finally:
+            _building.now = False
+            DatasetChatEnv._dataloader_factory = load

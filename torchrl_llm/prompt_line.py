@@ -1,0 +1,280 @@
+"""The state of a prompt source: a line of prompts, each handed out as a group of ``repeats`` members.
+
+A pure state machine, but for reading the user's data: which member comes next, which are handed out and not done with.
+It holds no lock; the :class:`~torchrl_llm.prompts.PromptSource` that owns it does.
+
+Invariants: members come in the order of their groups, and within a group by their index, but what was returned comes
+first; a member is not handed out yet, or held (handed out), or done; a state holds every member that is not done, so
+that nothing is lost by saving and loading.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from torchrl_llm.data import make_reader, split_datum
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the ``repeats`` trajectories that a prompt is handed out for.
+
+    Args:
+        group_id: unique per source, from 0.
+        index: number within the group, from 0.
+        epoch: pass over the data, from 0.
+        repeats: members of the group.
+        prompt: a string, a list of messages, a ``History``, or a tensor of token ids.
+        name: the field of the datum that it was in; ``"query"`` if the datum is the prompt.
+        fields: the datum's other fields.
+    """
+
+    group_id: int
+    index: int
+    epoch: int
+    repeats: int
+    prompt: Any = field(repr=False)
+    name: str = field(default="query", repr=False)
+    fields: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+class Prompts(Protocol):
+    """What a collector needs of a source; a :class:`PromptSource`, or a proxy of one in another process."""
+
+    repeats: int
+
+    @property
+    def pending(self) -> int:
+        """Members that come before any new prompt: of groups that were begun, for the first time or again."""
+
+    def take(self, count: int) -> list[Member]:
+        """Hands out the next members; fewer if there are no more for now."""
+
+    def delivered(self, group_id: int, index: int) -> None:
+        """A member is done with: delivered, or dropped for good."""
+
+    def returned(self, group_id: int, index: int) -> None:
+        """A member comes back; it is handed out again before any other."""
+
+    def withdraw(self, group_id: int) -> None:
+        """All members of a group are done with, also those not handed out."""
+
+    def peek(self) -> Member | None:
+        """The next member, which is not handed out by that."""
+
+    def reseed(self, seed: int) -> bool:
+        """Sets the seed of the order, if the user gave none and nothing was handed out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain data."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state."""
+
+
+@dataclass
+class _Group:
+    """A prompt that is not done with."""
+
+    id: int
+    epoch: int
+    item: int | None
+    datum: Any
+    undone: set[int]
+    next: int = 0
+
+
+class PromptLine:
+    """The state of a source: a line of prompts that are handed out member by member.
+
+    Args:
+        data: see :class:`PromptSource`.
+        repeats: see :class:`PromptSource`.
+        shuffle: see :class:`PromptSource`.
+        seed: of the order.
+        epochs: see :class:`PromptSource`.
+        key: see :class:`PromptSource`.
+    """
+
+    def __init__(self, data: Any, repeats: int, shuffle: bool, seed: int, epochs: int | None, key: str | None) -> None:
+        self.repeats = repeats
+        self.seed = seed
+        self._data = data
+        self._shuffle = shuffle
+        self._epochs = epochs
+        self._key = key
+        self._reader = make_reader(data, shuffle, seed)
+        self._epoch = 0
+        self._position = 0
+        self._next_group = 0
+        self._ahead: _Group | None = None
+        self._groups: dict[int, _Group] = {}
+        self._current: _Group | None = None
+        self._returned: list[tuple[int, int]] = []
+        if self._reader.one_shot and epochs is not None and epochs > 1:
+            raise ValueError(f"epochs={epochs} is not allowed with data that can be read only once: pass a sequence")
+        if self._reader.indexed:
+            split_datum(self._reader.at(0), key)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any member was handed out."""
+        return self._next_group > 0
+
+    @property
+    def pending(self) -> int:
+        """See :meth:`Prompts.pending`."""
+        return len(self._returned) + (0 if self._current is None else self.repeats - self._current.next)
+
+    def take(self, count: int) -> list[Member]:
+        """See :meth:`Prompts.take`."""
+        members: list[Member] = []
+        while len(members) < count:
+            group, index = self._next()
+            if group is None:
+                break
+            members.append(self._member(group, index))
+        return members
+
+    def _next(self) -> tuple[_Group | None, int]:
+        if self._returned:
+            group_id, index = heapq.heappop(self._returned)
+            return self._groups[group_id], index
+        if self._current is None:
+            group = self._read_ahead()
+            self._ahead = None
+            if group is None:
+                return None, 0
+            group.id = self._next_group
+            self._next_group += 1
+            self._position += 1
+            self._groups[group.id] = self._current = group
+        group, index = self._current, self._current.next
+        group.next += 1
+        if group.next == self.repeats:
+            self._current = None
+        return group, index
+
+    def _read_ahead(self) -> _Group | None:
+        """The next prompt of the data, without a group id yet; ``None`` at the end of the last epoch."""
+        while self._ahead is None:
+            if self._epochs is not None and self._epoch >= self._epochs:
+                return None
+            try:
+                item, datum = self._reader.read(self._epoch, self._position)
+            except StopIteration:
+                if self._position == 0 or (self._reader.one_shot):
+                    return None
+                self._epoch += 1
+                self._position = 0
+                continue
+            self._ahead = _Group(-1, self._epoch, item, datum, set(range(self.repeats)))
+        return self._ahead
+
+    def _member(self, group: _Group, index: int) -> Member:
+        prompt, name, fields = split_datum(group.datum, self._key)
+        return Member(group.id, index, group.epoch, self.repeats, prompt, name, fields)
+
+    def peek(self) -> Member | None:
+        """See :meth:`Prompts.peek`."""
+        if self._returned:
+            group_id, index = self._returned[0]
+            return self._member(self._groups[group_id], index)
+        if self._current is not None:
+            return self._member(self._current, self._current.next)
+        group = self._read_ahead()
+        return None if group is None else self._member(replace(group, id=self._next_group), 0)
+
+    def delivered(self, group_id: int, index: int) -> None:
+        """See :meth:`Prompts.delivered`."""
+        group = self._groups.get(group_id)
+        if group is not None:
+            group.undone.discard(index)
+            if (group_id, index) in self._returned:
+                self._returned.remove((group_id, index))
+                heapq.heapify(self._returned)
+            if not group.undone:
+                del self._groups[group_id]
+
+    def returned(self, group_id: int, index: int) -> None:
+        """See :meth:`Prompts.returned`."""
+        group = self._groups.get(group_id)
+        if group is not None and index in group.undone and (group_id, index) not in self._returned:
+            heapq.heappush(self._returned, (group_id, index))
+
+    def withdraw(self, group_id: int) -> None:
+        """See :meth:`Prompts.withdraw`."""
+        self._groups.pop(group_id, None)
+        self._returned = [entry for entry in self._returned if entry[0] != group_id]
+        heapq.heapify(self._returned)
+        if self._current is not None and self._current.id == group_id:
+            self._current = None
+
+    def reseed(self, seed: int) -> None:
+        """Another order, from the beginning; only before anything was handed out."""
+        assert not self.begun
+        self.seed = seed
+        self._ahead = None if self._reader.indexed else self._ahead
+        if self._reader.indexed:
+            self._reader = make_reader(self._data, self._shuffle, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`PromptSource.state_dict`."""
+        held = []
+        for group in sorted(self._groups.values(), key=lambda group: group.id):
+            entry = {"group_id": group.id, "epoch": group.epoch, "undone": sorted(group.undone), "item": group.item}
+            if group.item is None:
+                entry["datum"] = plain(group.datum)
+            held.append(entry)
+        return {
+            "repeats": self.repeats,
+            "shuffle": self._shuffle,
+            "seed": self.seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "next_group": self._next_group,
+            "held": held,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :meth:`PromptSource.load_state_dict`."""
+        for name, own in (("repeats", self.repeats), ("shuffle", self._shuffle)):
+            if state[name] != own:
+                raise ValueError(f"the state has {name}={state[name]!r} and the source {name}={own!r}: they must agree")
+        if self.begun:
+            raise RuntimeError("the source has handed out prompts already: load a state into a new one")
+        self.reseed(state["seed"])
+        self._ahead = None
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._next_group = state["next_group"]
+        self._current, self._groups, self._returned = None, {}, []
+        for entry in state["held"]:
+            item, undone = entry["item"], set(entry["undone"])
+            datum = entry["datum"] if item is None else self._reader.at(item)
+            self._groups[entry["group_id"]] = _Group(
+                entry["group_id"], entry["epoch"], item, datum, undone, next=self.repeats
+            )
+            self._returned += [(entry["group_id"], index) for index in sorted(undone)]
+        heapq.heapify(self._returned)
+
+
+def plain(value: Any) -> Any:
+    """``value``, if it is made of what ``torch.load(weights_only=True)`` takes; mappings become dicts.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.Tensor)):
+        return value
+    if hasattr(value, "items"):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value) if type(value) in (list, tuple) else [plain(i) for i in value]
+    raise TypeError(
+        f"a value of type {type(value).__name__} in a prompt cannot be saved: a state takes strings, numbers, tensors "
+        "and lists and dicts of them; data with indices are saved by their index"
+    )
