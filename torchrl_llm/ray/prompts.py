@@ -26,8 +26,8 @@ from torchrl_llm.ray.prompt_owner import Key, PromptOwner
 class SharedPrompts:
     """A worker's proxy of the shared source; has the methods of :class:`~torchrl_llm.prompt_line.Prompts`.
 
-    What was taken and not handed out, or came back, waits here: a group that is kept on one worker is taken at once, and
-    a retry stays where it failed.
+    What was taken and not handed out, or came back, waits here: a group that is kept on one worker is taken at once,
+    and a retry stays where it failed.
 
     Args:
         actor: handle of the owner.
@@ -67,7 +67,7 @@ class SharedPrompts:
         return bool(members)
 
     def delivered(self, group_id: int, index: int) -> None:
-        """The worker is done with a member, which is on its way to the driver: that says when it has reached the reader."""
+        """The worker is done with a member: it is on its way to the driver, which says when it has reached the reader."""
         self._members.pop((group_id, index), None)
 
     def dropped(self, group_id: int, index: int) -> None:
@@ -193,7 +193,7 @@ class ClusterPrompts:
                 arrived.difference_update(keys)
 
     def lost(self, life: int) -> bool:
-        """A worker's process is over; what it held is handed out again. Returns whether there is something to hand out."""
+        """A worker's process is over; what it held is handed out again. Returns whether there is anything to hand out."""
         with self._lock:
             arrived = list(self._arrived.pop(life, ()))
         self._actor.lost.remote(life, arrived)

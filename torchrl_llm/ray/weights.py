@@ -54,6 +54,8 @@ class PackedWeights(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor; its memory is not to be written to."""
         place, dtype, shape = self._places[name]
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
         with warnings.catch_warnings():
             # The store's memory is read-only; whoever loads weights only reads them.
             warnings.simplefilter("ignore", UserWarning)
