@@ -67,7 +67,7 @@ class SharedPrompts:
         return bool(members)
 
     def delivered(self, group_id: int, index: int) -> None:
-        """The worker is done with a member: it is on its way to the driver, which says when it has reached the reader."""
+        """The worker is done with a member; the driver says when it has reached the reader."""
         self._members.pop((group_id, index), None)
 
     def dropped(self, group_id: int, index: int) -> None:
@@ -193,7 +193,7 @@ class ClusterPrompts:
                 arrived.difference_update(keys)
 
     def lost(self, life: int) -> bool:
-        """A worker's process is over; what it held is handed out again. Returns whether there is anything to hand out."""
+        """A process is over; what it held is handed out again. Returns whether there is anything to hand out."""
         with self._lock:
             arrived = list(self._arrived.pop(life, ()))
         self._actor.lost.remote(life, arrived)
