@@ -79,7 +79,17 @@ class Turn:
         if answer is not None and answer.token_versions is not None:
             entries.set("token_versions", answer.token_versions)
         self.data.set("collector", entries)
+        if answer is not None:
+            _agree(self.data, answer.policy_version, answer.policy_version_end)
         return self.data
+
+
+def _agree(data: TensorDictBase, begin: int, end: int) -> None:
+    """Sets what TorchRL's ``PolicyVersion`` wrote, which is the version when the environment was called."""
+    for where, version in ((data, begin), (data.get("next", None), end)):
+        written = None if where is None else where.get("policy_version", None)
+        if isinstance(written, torch.Tensor):
+            where.set("policy_version", torch.full_like(written, version))
 
 
 class Batcher(Protocol):

@@ -25,6 +25,7 @@ class Hold:
         owner: name of the thread that will rest, for messages.
 
     Examples:
+        >>> import threading
         >>> hold = Hold("engine")
         >>> owner = threading.Thread(target=hold.rest)
         >>> owner.start()
