@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import cluster_settings
 import models
 import psutil
 import pytest
@@ -61,6 +62,27 @@ def vllm_llm(tiny_model: str) -> Iterator[Any]:
         llm = LLM(tiny_model, **ENGINE_SETTINGS)
     yield llm
     llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A Ray of two CPUs whose workers can import what the tests can, and start fast: without vLLM."""
+    ray = pytest.importorskip("ray")
+    ray.init(**cluster_settings.settings(num_cpus=2))
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module", params=[None, pytest.param("ray", marks=pytest.mark.slow)], ids=["local", "ray"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """Where a collector runs: tests that take it hold for both."""
+    if request.param is None:
+        yield None
+        return
+    ray = pytest.importorskip("ray")
+    ray.init(**cluster_settings.settings(num_cpus=2))
+    yield "ray"
+    ray.shutdown()
 
 
 @pytest.hookimpl(wrapper=True)

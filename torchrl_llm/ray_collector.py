@@ -8,6 +8,7 @@ over a :class:`~torchrl_llm.ray.fleet.Fleet` of workers. Importing this module i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue as queue_module
 import weakref
@@ -40,6 +41,16 @@ from torchrl_llm.ray.sinks import make_ray_sink
 from torchrl_llm.ray.worker import Order
 
 
+_running: weakref.WeakSet[RayCollector] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends what still runs at the interpreter's exit. Registered after Ray's own exit, and so called before it."""
+    for collector in list(_running):
+        collector._finalizer()
+
+
 class RayCollector(LLMCollector):
     """An :class:`LLMCollector` whose environments and policies run in Ray actors; ``backend="ray"`` makes one.
 
@@ -65,8 +76,8 @@ class RayCollector(LLMCollector):
             Defaults to ``None``, no limit.
         ordered: take batches strictly in turn, worker by worker, instead of first come, first served.
         hooks: what is called at the turns of a worker's life, see :class:`WorkerHooks`.
-        replay_buffer, queue: as in :class:`LLMCollector`; a ``RayReplayBuffer`` or a ``ray.util.queue.Queue`` is written
-            to from the workers' nodes, without a way through the driver.
+        replay_buffer, queue: as in :class:`LLMCollector`; a ``RayReplayBuffer`` or a ``ray.util.queue.Queue`` is
+            written to from the workers' nodes, without a way through the driver.
         postproc: as in :class:`LLMCollector`; it runs on the driver.
         total_steps: as in :class:`LLMCollector`, over all workers.
         collector_class: what the workers are; ``LLMCollector`` or a subclass.
@@ -74,8 +85,8 @@ class RayCollector(LLMCollector):
             ``route`` that is a function sees its worker's environments and policies only.
 
     Yields:
-        What :class:`LLMCollector` yields, with ``("collector", "worker_id")`` in each turn. ``traj_ids`` are unique over
-        all workers and restarts; ``env_id`` and ``policy_id`` are places in the lists that were passed.
+        What :class:`LLMCollector` yields, with ``("collector", "worker_id")`` in each turn. ``traj_ids`` are unique
+        over all workers and restarts; ``env_id`` and ``policy_id`` are places in the lists that were passed.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -167,6 +178,7 @@ class RayCollector(LLMCollector):
         self._collection = Collection(self._rollout, control, books, finish, self._sink)  # type: ignore[arg-type]
         self._rollout.send_to(self._sink)
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
+        _running.add(self)
 
     def start(self, target: Any = None) -> None:
         """Collects in the background, into a replay buffer or a queue.

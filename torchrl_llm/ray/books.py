@@ -20,7 +20,8 @@ from torchrl_llm.ledger import Ledger
 
 # What the driver counts itself, and does not add up from the workers' books.
 _DRIVERS = (
-    "delivered", "trajectories", "recorded", "recorded_by_reason", "in_flight", "turns", "turns_dropped", "turns_pending", "batches",
+    "delivered", "trajectories", "recorded", "recorded_by_reason", "in_flight", "turns", "turns_dropped",
+    "turns_pending", "batches",
 )  # fmt: skip
 # What a worker records when it is told to end: the driver knows why it was.
 _TOLD = "shutdown"

@@ -93,7 +93,7 @@ class Placement:
             self._group = placement_group(bundles, strategy="PACK")
 
     def launch(self, order_ref: Any, worker: int, demand: Mapping[str, float]) -> Any:
-        """Starts an actor; returns its handle at once."""
+        """Starts an actor with a reference to its pickled order; returns its handle at once."""
         strategy = self._strategy
         if self._group is not None and (not self._ours or worker < self._bundles):
             index = worker if self._ours else -1

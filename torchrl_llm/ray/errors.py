@@ -6,6 +6,7 @@ text, as the last link of the chain.
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def from_wire(wire: WireError) -> BaseException:
     """
     links: list[BaseException] = [_read(data, text) for data, text in wire.chain]
     links.append(RemoteTraceback(wire.traceback))
-    for error, cause in zip(links, links[1:], strict=False):
+    for error, cause in itertools.pairwise(links):
         error.__cause__ = cause
     return links[0]
 

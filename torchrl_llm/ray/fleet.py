@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import cloudpickle
 import ray
 from ray.exceptions import RayError
 
@@ -138,7 +139,7 @@ class Fleet:
         life, self._lives = self._lives, self._lives + 1
         self._books.begin(life, worker)
         self._schedule.join(worker)
-        order = ray.put(self._make_order(worker, life))
+        order = ray.put(cloudpickle.dumps(self._make_order(worker, life)))
         actor = self._placement.launch(order, worker, self._arguments.demand(worker))
         member = self._members[worker] = Member(worker, life, actor, self._events.put)
         member.ask_ready()
@@ -361,6 +362,8 @@ class Fleet:
 
     def finish_all(self) -> None:
         """Ends all workers; what they have finished arrives."""
+        if not ray.is_initialized():
+            return
         with self.lock:
             members = [m for m in self._members.values() if m.state in (STARTING, COLLECTING, FINISHED, FAILED)]
             for member in members:
@@ -445,7 +448,8 @@ class Fleet:
             first = self._pauses == 1
             members = [m for m in self._members.values() if m.state == COLLECTING] if first else []
             resting = [member.actor.pause.remote() for member in members]
-        ray.wait(resting, num_returns=len(resting)) if resting else None
+        if resting:
+            ray.wait(resting, num_returns=len(resting))
         try:
             yield
         finally:

@@ -82,7 +82,7 @@ class Member:
     @property
     def answers(self) -> bool:
         """Whether its collector is there and can be called."""
-        return self.ready and self.state in (COLLECTING, FINISHED)
+        return self.ready and self.state in (STARTING, COLLECTING, FINISHED)
 
     def ask_ready(self) -> None:
         """Asks for a sign when the collector is built."""

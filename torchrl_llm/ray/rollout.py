@@ -2,8 +2,8 @@
 
 It stands where :class:`~torchrl_llm.rollout.Rollout` stands in the local collector: a
 :class:`~torchrl_llm.lifecycle.Collection` drives it, in the reader's thread or in its own, so that a collection on Ray
-is read, ends and fails in the same ways. Batches are cut and put together by the same batchers as the local ones; mostly
-a worker's batch is handed on as it came.
+is read, ends and fails in the same ways. Batches are cut and put together by the same batchers as the local ones;
+mostly a worker's batch is handed on as it came.
 
 All that this module holds belongs to the thread that drives it; the workers are the fleet's.
 """

@@ -1,8 +1,8 @@
 """Targets that are Ray actors: batches go to them from the workers' nodes, and not through the driver.
 
-Used by the thread that drives the collection, which decides what is written and in which order, and waits for room: only
-references pass through it. Batches that the driver has read itself (cut at the end of ``total_steps``, or changed by
-``postproc``) are sent by value.
+Used by the thread that drives the collection, which decides what is written and in which order, and waits for room:
+only references pass through it. Batches that the driver has read itself (cut at the end of ``total_steps``, or changed
+by ``postproc``) are sent by value.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RayBufferSink:
         except Exception as error:
             raise CollectorError(
                 f"the replay buffer does not take the batch: {type(error).__name__}: {error}. Turns have text and "
-                "tensors of unequal length: use a RayReplayBuffer with storage=functools.partial(LazyStackStorage, size)"
+                "tensors of unequal length: use storage=functools.partial(LazyStackStorage, size)"
             ) from error
 
 
@@ -115,7 +115,7 @@ def make_ray_sink(replay_buffer: Any, target_queue: Any) -> Sink | None:
     """The sink for the ``replay_buffer`` and ``queue`` arguments: one of these where it can be, else a local one."""
     if isinstance(target_queue, Queue) and replay_buffer is None:
         return RayQueueSink(target_queue)
-    if type(replay_buffer).__name__ == "RayReplayBuffer" and target_queue is None:
-        if getattr(replay_buffer, "transport_kind", "ray") == "ray":
-            return RayBufferSink(replay_buffer)
+    is_ray = type(replay_buffer).__name__ == "RayReplayBuffer" and replay_buffer.transport_kind == "ray"
+    if is_ray and target_queue is None:
+        return RayBufferSink(replay_buffer)
     return make_sink(replay_buffer, target_queue)

@@ -2,8 +2,8 @@
 
 :func:`pack` takes turns apart. Their tensors lie end to end in flat columns, one per dtype; what is no tensor (strings,
 numbers, anything a user puts in) goes into one buffer; and what is left, the nesting of TensorDicts and tensorclasses,
-is a *plan*, which turns of the same make share and which is sent once. :func:`unpack` builds turns from these that equal
-those that were packed, key by key, types included.
+is a *plan*, which turns of the same make share and which is sent once. :func:`unpack` builds turns from these that
+equal those that were packed, key by key, types included.
 
 Invariants: what ``unpack`` gives is writable and owns its memory, tensor by tensor: Ray's object store, which holds the
 columns in shared memory, is mapped read-only, where a write in place would end the process; and a turn that stays in a
@@ -241,10 +241,10 @@ class _Walk:
         # The common case, with a plan of its own: there are dozens of them in a conversation.
         if type(held) is TensorDict and len(state) == 3 and state["_metadata"] is None and state["_is_non_tensor"]:
             plain = held.__dict__
-            if plain.keys() == _BARE_TENSORDICT_STATE and not plain["_tensordict"] and plain["_device"] is None:
-                if plain["_td_dim_names"] is None:
-                    self.objects.append(state["data"])
-                    return "non_tensor", plain["_batch_size"]
+            bare = plain.keys() == _BARE_TENSORDICT_STATE and not plain["_tensordict"]
+            if bare and plain["_device"] is None and plain["_td_dim_names"] is None:
+                self.objects.append(state["data"])
+                return "non_tensor", plain["_batch_size"]
         return self._tensorclass(value)
 
     def _tensorclass(self, value: Any) -> Plan:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import ray
 import torch
 from tensordict import TensorDictBase, set_list_to_stack
@@ -61,11 +62,10 @@ class Worker:
     """The actor's class.
 
     Args:
-        order: what to do.
+        order: what to do, as a pickled :class:`Order`.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, order: bytes) -> None:
         self._collector: Any = None
         self._failure: WireError | None = None
         self._begun = False
@@ -74,15 +74,21 @@ class Worker:
         self._lock = threading.Lock()
         self._resume = threading.Event()
         self._pause: threading.Thread | None = None
-        self._outbox = Outbox(order.prefetch, self._label)
-        set_list_to_stack(order.list_to_stack).set()
-        arguments = {**order.arguments, "env": order.env.value, "policy": order.policy.value}
         try:
-            if order.handle is not None:
-                arguments = order.handle(order.worker, arguments)
-            self._collector = order.collector_class(arguments.pop("env"), arguments.pop("policy"), **arguments)
+            # Read here, and not by Ray, so that a module which is not to be had here is an error like any other.
+            self._order: Order = cloudpickle.loads(order)
+            self._outbox = Outbox(self._order.prefetch, self._label)
+            self._collector = self._build()
         except Exception as error:
             self._failure = to_wire(self._relocated(error))
+
+    def _build(self) -> Any:
+        order = self._order
+        set_list_to_stack(order.list_to_stack).set()
+        arguments = {**order.arguments, "env": order.env.value, "policy": order.policy.value}
+        if order.handle is not None:
+            arguments = order.handle(order.worker, arguments)
+        return order.collector_class(arguments.pop("env"), arguments.pop("policy"), **arguments)
 
     def ready(self) -> WireError | None:
         """Returns when the collector is built; what went wrong, if it could not be."""
@@ -139,10 +145,10 @@ class Worker:
 
     def finish(self, timeout: float) -> tuple[list[tuple[Header, Parcel]], Header]:
         """Ends the collector; returns what was finished and not taken, and the last message."""
-        self._outbox.let_all_in()
         self._resume.set()
         letters = []
         if self._collector is not None:
+            self._outbox.let_all_in()
             self._collector.shutdown(timeout)
             letters = self._outbox.rest()
         parcels = [(self._header(heads), Parcel(packed, self._opened_by)) for heads, packed in letters]
