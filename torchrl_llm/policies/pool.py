@@ -112,6 +112,10 @@ class PolicyPool:
         self._collect_engines()
         self.runners[policy_id] = make_runner(constructor(), _send_back, self._options[policy_id])
 
+    def restore_version(self, version: int) -> None:
+        """Counts versions from ``version`` on, when the collection goes on from a state."""
+        self.version = version
+
     def close(self, deadline: float) -> list[str]:
         """Ends the runners; returns the names of the threads that are still busy at ``deadline``."""
         busy = [name for runner in self.runners for name in runner.close(deadline)]

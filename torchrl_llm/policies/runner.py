@@ -14,10 +14,15 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_llm.seeds import derive
+
 
 @dataclass(eq=False)
 class Ticket:
-    """One request on its way: the row that waits for it, where the answer goes, and the policy that works on it."""
+    """One request on its way: the row that waits for it, where the answer goes, and the policy that works on it.
+
+    ``seed`` is the collector's, and ``identity`` says what the trajectory is, whatever slot it runs in.
+    """
 
     env_id: int
     row: int
@@ -26,6 +31,13 @@ class Ticket:
     turn: int
     post: Callable[[Response], None] | None = None
     runner: Runner | None = None
+    seed: int | None = None
+    identity: tuple[int, ...] = ()
+
+    def sampling_seed(self, own: int | None) -> int | None:
+        """The request's seed, made of the collector's, or else the policy's own; ``None`` without either."""
+        seed = own if self.seed is None else self.seed
+        return None if seed is None else derive(seed, *self.identity, self.turn)
 
 
 @dataclass

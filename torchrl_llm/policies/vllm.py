@@ -11,6 +11,7 @@ Invariant: each submitted ticket is answered once, unless the runner is closed f
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -63,9 +64,18 @@ class ContinuousRunner:
         self._engine.add(
             request_id,
             {"prompt_token_ids": request.token_ids},
-            self._params,
+            self._params_for(ticket),
             lambda output, error: self._answer(ticket, request, output, error),
         )
+
+    def _params_for(self, ticket: Ticket) -> Any:
+        """The sampling parameters with a seed for this request: one seed for all would give equal answers."""
+        seed = ticket.sampling_seed(self._params.seed)
+        if seed is None:
+            return self._params
+        params = copy.copy(self._params)
+        params.seed = seed
+        return params
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`."""
