@@ -333,7 +333,7 @@ def test_a_group_whose_member_fails_again_and_again_is_given_up_whole() -> None:
         found = [group for batch in collector for group in assert_whole(batch, 4, lambda prompt: 1)]
     stats = collector.stats()
     assert_settled(stats)
-    assert [0, 2, 3] == [group for group in found if group != 1]
+    assert [group for group in found if group != 1] == [0, 2, 3]
     if 1 not in found:
         assert stats["groups_failed"] == 1 and stats["recorded_by_reason"]["group_failed"] >= 1
     assert source.state_dict()["held"] == []
@@ -414,7 +414,7 @@ def test_an_order_of_launches_holds_with_slow_and_fast_prompts_and_every_window_
         assert policy.calls == []
         return [length(prompt) for prompt in first], stats, busy
 
-    lengths, stats, busy = run("launch")
+    lengths, stats, _ = run("launch")
     for start in range(0, 80, 8):
         assert Counter(lengths[start : start + 8]) == {1: 4, 12: 4}
     assert stats["most_overtaken"] > 0 and stats["longest_wait_seconds"] > 0.0

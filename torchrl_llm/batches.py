@@ -34,6 +34,7 @@ class Trajectory:
         epoch: the pass over the data that its prompt comes from.
         source: which of the collector's prompt sources that is.
         member: the prompt, as the source handed it out.
+        identity: what it is, whatever slot it runs in; seeds are made of it.
         turns: how many are finished.
     """
 
@@ -46,6 +47,7 @@ class Trajectory:
     epoch: int = -1
     source: int = -1
     member: Member | None = None
+    identity: tuple[int, ...] = ()
     turns: int = 0
 
 

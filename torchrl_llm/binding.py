@@ -163,6 +163,14 @@ class PromptPrimer(DataLoadingPrimer):
                 row.update(self._load_from_dataloader())
         return self.stack_method(rows)
 
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """Puts the fields that the environment did not pass on beside what it observes."""
+        known = set(tensordict_reset.keys())
+        for key in self.data_keys:
+            if isinstance(key, str) and key not in known and key in tensordict.keys():
+                tensordict_reset.set(key, tensordict.get(key))
+        return tensordict_reset
+
 
 def find_feed(env: EnvBase) -> PromptFeed | None:
     """The feed of a bound environment; ``None`` for any other."""

@@ -30,6 +30,7 @@ from torchrl_llm.lifecycle import END, Collection
 from torchrl_llm.plan import check_int, make_plan
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
+from torchrl_llm.seeds import NEXT, check_seed, derive
 from torchrl_llm.sinks import make_sink
 from torchrl_llm.weights import PolicyWeights, announce_version, check_mode
 
@@ -162,7 +163,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
     ) -> None:
         arguments.reject_unknown(unknown)
         check_mode(update_mode)
-        later = {"max_policy_lag": max_policy_lag, "seed": seed}
+        later = {"max_policy_lag": max_policy_lag}
         for name, value in later.items():
             if value is not None:
                 raise NotImplementedError(f"{name}={value!r} comes with a later release; leave it out")
@@ -178,6 +179,8 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         )
         check_int("total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1)
         check_int("env_threads", env_threads, "an int of at least 0", minimum=0)
+        if seed is not None:
+            check_seed(seed)
         if postproc is not None and not callable(postproc):
             raise TypeError(f"postproc={postproc!r} is not allowed: pass a callable batch -> batch, or None")
         envs = arguments.env_sources(env, num_envs)
@@ -218,7 +221,10 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             events=events,
             control=control,
         )
+        if seed is not None:
+            self._launches.set_seed(seed)
         self._control = control
+        self._pool = pool
         self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self), sink)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
@@ -349,16 +355,59 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         return self._weights.version
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Not yet supported."""
-        raise NotImplementedError("set_seed comes with a later release: seed the environments in their constructors")
+        """Seeds the environments, orders of prompts that have not begun, and every request from now on.
 
-    def state_dict(self) -> Any:
-        """Not yet supported."""
-        raise NotImplementedError("state_dict comes with a later release")
+        A request's seed is made of (seed, trajectory, turn) and does not depend on what else is going on. It reaches
+        ``vLLMWrapper`` and ``TransformersWrapper``; any other policy has to be seeded by its owner.
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Not yet supported."""
-        raise NotImplementedError("load_state_dict comes with a later release")
+        Args:
+            seed: the seed.
+            static_seed: whether to return ``seed`` itself.
+
+        Returns:
+            A seed for whatever is to be seeded next.
+        """
+        check_seed(seed)
+        with self.pause():
+            self._launches.set_seed(seed)
+        return seed if static_seed else derive(seed, NEXT) % 2**31
+
+    def state_dict(self) -> dict[str, Any]:
+        """What another process needs to go on, as plain data for ``torch.save`` and ``torch.load(weights_only=True)``.
+
+        Counters, trajectory ids, version, seed, and of each prompt source its order, position and every prompt that was
+        handed out and not delivered. Consistent, from any thread: the collection rests meanwhile. A batch counts as
+        delivered when the reader, buffer or queue has it. Not in it: weights, and where an environment with data of its
+        own (no prompt source) is in them.
+
+        Raises:
+            TypeError: if a prompt of an iterable source is not plain data.
+        """
+        with self.pause():
+            return {
+                "policy_version": self.policy_version,
+                "ledger": self._ledger.state_dict(),
+                "launches": self._launches.state_dict(),
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state, in a collector built like the one that was saved, before it is read.
+
+        Prompts that were handed out and not delivered are handed out again first, from their first turn, under their
+        group id and index. What was delivered after the state was saved comes again, with the same ids of group, index
+        and epoch (and, with a seed and equal weights, the same answers). What was in flight is recorded as
+        ``"interrupted"``.
+
+        Raises:
+            CollectorError: if the collector has begun.
+            ValueError: if the state does not fit.
+        """
+        with self.pause():
+            if self._ledger.snapshot()["launched"]:
+                raise CollectorError("the collector has begun: load a state into a new one, before it is read")
+            self._launches.load_state_dict(state_dict["launches"])
+            self._ledger.load_state_dict(state_dict["ledger"])
+            self._pool.restore_version(state_dict["policy_version"])
 
     def update_policy_weights_(
         self,

@@ -74,6 +74,9 @@ class Slot:
         self.failures_in_row = 0
         self.prompts_skipped_in_row = 0
         self.exhausted = False
+        self.begun_trajectories = 0
+        # A seed that the environment gets before its next reset.
+        self.new_seed: int | None = None
         # Places that were taken for the reset that is under way, see torchrl_llm.launches.
         self.reserved: list[Any] = []
         self._adopt(env)
@@ -84,7 +87,7 @@ class Slot:
     def _adopt(self, env: EnvBase) -> None:
         self.env = env
         self.feed: PromptFeed | None = find_feed(env)
-        self._primers = _take_over_primers(env)
+        self.primers = _take_over_primers(env)
         self._rewards = frozenset(env.reward_keys)
 
     @property
@@ -149,6 +152,9 @@ class Slot:
         Fewer rows than asked for, or none, mean that the environment's data have run out.
         """
         with self._calling():
+            if self.new_seed is not None:
+                self.env.set_seed(self.new_seed % 2**31)
+                self.new_seed = None
             return self._reset_free_rows()
 
     def _reset_free_rows(self) -> list[tuple[int, TensorDictBase]]:
@@ -180,7 +186,7 @@ class Slot:
             self.feed.give(members + members[-1:] * (wanted - len(members)))
             return len(members)
         granted = wanted
-        for primer in self._primers:
+        for primer in self.primers:
             loaded: list[TensorDictBase] = []
             try:
                 while len(loaded) < wanted:
@@ -280,6 +286,10 @@ class _Data:
         under_way = getattr(started, "gi_yieldfrom", None)
         self._pass: Iterator[Any] = iter(loader) if under_way is None else under_way
         self.epoch = 0
+
+    def start_over(self) -> None:
+        """Begins a pass anew."""
+        self._pass = iter(self._loader)
 
     def __iter__(self) -> _Data:
         return self

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torchrl_llm.batches import Batcher, Trajectory, Turn, ended_trajectories
 from torchrl_llm.budget import Budget
@@ -26,6 +27,7 @@ from torchrl_llm.plan import BatchPlan
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.prompt_line import Member, Prompts
 from torchrl_llm.routing import Route
+from torchrl_llm.seeds import ENV, OF_GROUP, OF_SLOT, PROMPTS, derive, seed_loaders
 from torchrl_llm.units import UnitBatcher
 
 logger = logging.getLogger("torchrl_llm")
@@ -78,6 +80,8 @@ class Launches:
         self._units = batcher if isinstance(batcher, UnitBatcher) else None
         self._plan = plan
         self._window = plan.window_for(sum(len(slot.rows) for slot in slots))
+        self._slots = slots
+        self.seed: int | None = None
         self._next_id = 0
         self._next_unit = 0
         self.sources: list[Prompts] = []
@@ -89,6 +93,17 @@ class Launches:
         self._tries: Counter[tuple[int, int]] = Counter()
         self._unit_ends: list[tuple[int, str]] = []
         self._warn_at = FILTERED_IN_ROW
+
+    def set_seed(self, seed: int) -> None:
+        """Sets the seed of all that is launched from now on; of orders of prompts that have not begun."""
+        begun = self._next_unit > 0 or self._next_id > 0
+        self.seed = seed
+        for index, source in enumerate(self.sources):
+            source.reseed(derive(seed, PROMPTS, index))
+        for slot in self._slots:
+            slot.new_seed = derive(seed, ENV, slot.env_id)
+            if not begun:
+                seed_loaders(slot.primers, slot.new_seed)
 
     def left(self) -> int | None:
         """Turns that may still be delivered; ``None`` for no end."""
@@ -139,6 +154,9 @@ class Launches:
                 self._dry.add(index)
                 break
             slot.reserved += [self._placed(index, member) for member in taken]
+        if self.seed is not None and slot.reserved and free == len(slot.rows):
+            # What an environment draws at random belongs to the trajectory, not to the slot that it happens to get.
+            slot.new_seed = derive(self.seed, ENV, *(self._identity(slot.reserved[0]) or ()))
         return bool(slot.reserved)
 
     def _placed(self, index: int, member: Member) -> Reservation:
@@ -186,10 +204,17 @@ class Launches:
             trajectory.source, trajectory.member = reservation.source, reservation.member
             trajectory.group_id = self._group_id(reservation.source, reservation.member)
             trajectory.group_index, trajectory.epoch = reservation.member.index, reservation.member.epoch
+        trajectory.identity = self._identity(reservation) or (OF_SLOT, slot.env_id, slot.begun_trajectories)
+        slot.begun_trajectories += 1
         self._next_id += 1
         self._ledger.launch(trajectory.id)
         self._pool.loads[policy_id] += 1
         return trajectory
+
+    def _identity(self, reservation: Reservation) -> tuple[int, ...] | None:
+        """What a member of a group is, whatever slot it gets."""
+        member = reservation.member
+        return None if member is None else (OF_GROUP, self._group_id(reservation.source, member), member.index)
 
     def _pick_policy(self, slot: Slot) -> int:
         loads = self._pool.loads
@@ -261,6 +286,34 @@ class Launches:
             for unit in self._units.open_units():
                 self._ledger.group("surplus")
                 self._unit_ends.append((unit, "surplus"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on in another process, as plain data."""
+        return {
+            "next_id": self._next_id,
+            "seed": self.seed,
+            "slots": [slot.begun_trajectories for slot in self._slots],
+            "sources": [source.state_dict() for source in self.sources],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state.
+
+        Raises:
+            ValueError: if the collector has other sources than the one that was saved.
+        """
+        if len(state["sources"]) != len(self.sources):
+            raise ValueError(
+                f"the state has {len(state['sources'])} prompt sources and the collector {len(self.sources)}: build it "
+                "like the one that was saved"
+            )
+        for source, saved in zip(self.sources, state["sources"], strict=True):
+            source.load_state_dict(saved)
+        self._next_id, self.seed = state["next_id"], state["seed"]
+        for slot, begun in zip(self._slots, state["slots"], strict=False):
+            slot.begun_trajectories = begun
+            if self.seed is not None:
+                slot.new_seed = derive(self.seed, ENV, slot.env_id, begun)
 
     def stats(self) -> dict[str, float]:
         """How long units waited for older ones; safe from any thread."""

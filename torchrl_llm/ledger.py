@@ -15,6 +15,9 @@ import threading
 from collections import Counter
 from typing import Any
 
+_NUMBERS = ("launched", "delivered", "turns_finished", "turns_delivered", "batches", "prompt_tokens", "response_tokens")
+_COUNTERS = ("errors", "restarts", "groups")
+
 
 class Ledger:
     """Counts trajectories and turns from launch to their one end.
@@ -116,6 +119,24 @@ class Ledger:
         """Counts groups by what became of them (``"delivered"``, ``"filtered"``, ``"failed"``, ``"surplus"``)."""
         with self._lock:
             self._groups[kind] += count
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as plain data; what is in flight counts as ``"interrupted"``, since no other process has it."""
+        with self._lock:
+            reasons, dropped = self._reasons.copy(), self._turns_dropped.copy()
+            reasons["interrupted"] += len(self._live)
+            dropped["interrupted"] += self._turns_finished - self._turns_delivered - self._turns_dropped.total()
+            state = {name: getattr(self, f"_{name}") for name in _NUMBERS}
+            counters = {name: dict(getattr(self, f"_{name}")) for name in _COUNTERS}
+        return state | counters | {"reasons": dict(+reasons), "turns_dropped": dict(+dropped)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the counters of a state."""
+        with self._lock:
+            for name in _NUMBERS:
+                setattr(self, f"_{name}", state[name])
+            for name in (*_COUNTERS, "reasons", "turns_dropped"):
+                setattr(self, f"_{name}", Counter(state[name]))
 
     @property
     def turns_delivered(self) -> int:

@@ -243,6 +243,7 @@ class Rollout:
             row.ticket = Ticket(
                 slot.env_id, index, trajectory.policy_id, trajectory.id, trajectory.turns, self._events.put, runner
             )
+            row.ticket.seed, row.ticket.identity = self._launches.seed, trajectory.identity
             request, row.request, row.response = row.request, None, None
             self._ledger.request(+1)
             runner.submit(row.ticket, request)

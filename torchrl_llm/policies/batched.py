@@ -68,6 +68,10 @@ class BatchedRunner:
         if failure is not None:
             self._post(Response(ticket, error=failure))
 
+    def restore_version(self, version: int) -> None:
+        """See :meth:`Runner.restore_version`."""
+        self.version = version
+
     def weight_target(self) -> WeightTarget | None:
         """See :meth:`Runner.weight_target`."""
         return ModuleTarget(self) if isinstance(self.policy, nn.Module) else None

@@ -134,6 +134,11 @@ class PolicyPool:
         """Sampled tokens that weight updates have thrown away."""
         return sum(runner.tokens_discarded for runner in self.runners)
 
+    def restore_version(self, version: int) -> None:
+        """Counts versions from ``version`` on, when the collection goes on from a state."""
+        for runner in self.runners:
+            runner.restore_version(version)
+
     def close(self, deadline: float) -> list[str]:
         """Ends the runners; returns the names of the threads that are still busy at ``deadline``."""
         busy = [name for runner in self.runners for name in runner.close(deadline)]

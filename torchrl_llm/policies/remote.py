@@ -68,6 +68,10 @@ class RemoteRunner:
                 thread.start()
             self._changed.notify()
 
+    def restore_version(self, version: int) -> None:
+        """See :meth:`Runner.restore_version`."""
+        self.version = version
+
     def weight_target(self) -> None:
         """Its weights are elsewhere: the user's own ``weight_updater`` or ``weight_sync_schemes`` reach them."""
         return None

@@ -15,11 +15,15 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_llm.policies.weight_target import WeightTarget
+from torchrl_llm.seeds import derive
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request on its way: the row that waits for it, where the answer goes, and the policy that works on it."""
+    """One request on its way: the row that waits for it, where the answer goes, and the policy that works on it.
+
+    ``seed`` is the collector's, and ``identity`` says what the trajectory is, whatever slot it runs in.
+    """
 
     env_id: int
     row: int
@@ -28,6 +32,13 @@ class Ticket:
     turn: int
     post: Callable[[Response], None] | None = None
     runner: Runner | None = None
+    seed: int | None = None
+    identity: tuple[int, ...] = ()
+
+    def sampling_seed(self, own: int | None) -> int | None:
+        """The request's seed, made of the collector's, or else the policy's own; ``None`` without either."""
+        seed = own if self.seed is None else self.seed
+        return None if seed is None else derive(seed, *self.identity, self.turn)
 
 
 @dataclass
@@ -92,6 +103,9 @@ class Runner(Protocol):
         Raises:
             PromptTooLong: if the policy's context has no room for a response.
         """
+
+    def restore_version(self, version: int) -> None:
+        """Counts versions from ``version`` on, before the first request: a collection goes on from a saved state."""
 
     def weight_target(self) -> WeightTarget | None:
         """How to switch the policy's weights; ``None`` if the policy has none."""

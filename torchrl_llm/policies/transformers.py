@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.modules.llm.policies import TransformersWrapper
+from transformers import LogitsProcessorList
 
 from torchrl_llm.policies.batched import BatchedRunner
 from torchrl_llm.policies.observations import PromptMaker
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.outputs import Completion, respond
 from torchrl_llm.policies.prompts import Carry, Prompt
+from torchrl_llm.policies.row_sampling import RowSampling, warpers_of
 from torchrl_llm.policies.runner import Post, Response, Ticket
 
 
@@ -59,13 +61,25 @@ class TransformersRunner(BatchedRunner):
         return len(request.token_ids)
 
     def _respond(self, tickets: list[Ticket], requests: list[Any]) -> list[Response]:
-        answers = zip(tickets, requests, self._generate(requests), strict=True)
+        answers = zip(tickets, requests, self._generate(requests, self._sampling(tickets)), strict=True)
         return [
             respond(ticket, self.policy, prompt, completion, self._prompts.tokenizer)
             for ticket, prompt, completion in answers
         ]
 
-    def _generate(self, prompts: list[Prompt]) -> list[Completion]:
+    def _sampling(self, tickets: list[Ticket]) -> LogitsProcessorList | None:
+        """What samples each row by its own seed; ``None`` without seeds, or if nothing is sampled."""
+        seeds = [ticket.sampling_seed(None) for ticket in tickets]
+        if all(seed is None for seed in seeds):
+            return None
+        model = self.policy.model
+        warpers = warpers_of(model, self.policy.generate_kwargs)
+        if warpers is None:
+            return None
+        drawn = [int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed for seed in seeds]
+        return LogitsProcessorList([RowSampling(warpers, drawn, model.device)])
+
+    def _generate(self, prompts: list[Prompt], sampling: LogitsProcessorList | None = None) -> list[Completion]:
         policy = self.policy
         width = max(len(prompt.token_ids) for prompt in prompts)
         pad = policy.padding_value if policy.padding_value is not None else 0
@@ -79,6 +93,8 @@ class TransformersRunner(BatchedRunner):
         device = policy.model.device
         arguments = dict(policy.generate_kwargs, return_dict_in_generate=True, pad_token_id=pad)
         arguments["output_logits"] = policy.return_log_probs
+        if sampling is not None:
+            arguments["logits_processor"] = LogitsProcessorList([*arguments.get("logits_processor", ()), *sampling])
         with torch.no_grad():
             made = policy.model.generate(input_ids=ids.to(device), attention_mask=attention.to(device), **arguments)
         sampled = made.sequences[:, width:]

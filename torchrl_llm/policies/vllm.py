@@ -11,6 +11,7 @@ Invariant: each submitted ticket is answered once, unless the runner is closed f
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -70,7 +71,7 @@ class ContinuousRunner:
             Request(
                 request_id,
                 {"prompt_token_ids": request.token_ids},
-                self._params,
+                self._params_for(ticket),
                 lambda output, error: self._answer(ticket, request, versions, output, error),
                 versions,
                 self._discarded,
@@ -82,9 +83,22 @@ class ContinuousRunner:
         """Version of the engine's weights, whoever pushed them."""
         return self._engine.version
 
+    def restore_version(self, version: int) -> None:
+        """See :meth:`Runner.restore_version`."""
+        self._engine.version = max(self._engine.version, version)
+
     def weight_target(self) -> WeightTarget:
         """See :meth:`Runner.weight_target`."""
         return ReloadTarget(self.policy.model, self._engine)
+
+    def _params_for(self, ticket: Ticket) -> Any:
+        """The sampling parameters with a seed for this request: one seed for all would give equal answers."""
+        seed = ticket.sampling_seed(self._params.seed)
+        if seed is None:
+            return self._params
+        params = copy.copy(self._params)
+        params.seed = seed
+        return params
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`."""

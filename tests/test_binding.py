@@ -1,0 +1,211 @@
+"""Environments of every kind take their prompts, and all that belongs to them, from a source."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fakes import chat_echo
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.data.llm import History
+from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs.llm import ChatEnv, CountdownEnv, GSM8KEnv, LLMEnv
+
+from torchrl_llm import LLMCollector, PromptSource
+
+CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "u1"}]
+FIELDS = [
+    {"answer": None, "label": 1, "w": torch.ones(2), "meta": {"a": 1}, "tools": ["x", {"y": 2}], "id": "i0"},
+    {"answer": "x", "label": 2, "w": torch.zeros(2), "meta": {"b": None}, "tools": [], "id": "i1"},
+]
+
+
+def assert_fields(row: TensorDictBase, fields: dict[str, Any]) -> None:
+    for where in (row, row["next"]):
+        for name, value in fields.items():
+            found = where[name]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found, value), name
+            elif isinstance(value, int):
+                assert isinstance(found, torch.Tensor) and found.item() == value and found.shape == (), name
+            else:
+                assert found == value and type(found) is type(value), (name, found)
+
+
+def one_turn(env: EnvBase) -> EnvBase:
+    return env.append_transform(StepCounter(max_steps=1))
+
+
+CHAT_ENVS = {
+    "ChatEnv": lambda rows: one_turn(ChatEnv(batch_size=(rows,))),
+    "ChatEnv.from_dataloader": lambda rows: one_turn(
+        ChatEnv.from_dataloader([{"query": ["never", "used"], "other": [1, 2]}], batch_size=(rows,))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHAT_ENVS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_chats_keep_their_roles_and_fields_come_through_unchanged_L28_L29(kind: str, rows: int) -> None:
+    data = [{"messages": CHAT, **FIELDS[0]}, {"messages": "u2", **FIELDS[1]}]
+    source = PromptSource(data, epochs=1)
+    with LLMCollector(source.env(lambda: CHAT_ENVS[kind](rows)), chat_echo, trajectories_per_batch=2) as collector:
+        [batch] = list(collector)
+    first, second = batch.unbind(0)
+    assert (first["history"].prompt.role, first["history"].prompt.content) == (["system", "user"], ["S", "u1"])
+    assert (second["history"].prompt.role, second["history"].prompt.content) == (["user"], ["u2"])
+    assert_fields(first, FIELDS[0])
+    assert_fields(second, FIELDS[1])
+
+
+def test_a_source_of_histories_gives_them_as_they_are() -> None:
+    source = PromptSource([History.from_chats(CHAT)], epochs=1)
+    env = source.env(lambda: ChatEnv(batch_size=(1,)))()
+    assert env.reset()["history"].prompt[0].content == ["S", "u1"]
+
+
+def llm_answer(td: TensorDictBase) -> TensorDictBase:
+    for row in td.unbind(0):
+        row["text_response"] = row["text"].upper()
+    return td
+
+
+@pytest.mark.parametrize("batch_size", [(), (1,), (2,)])
+@pytest.mark.parametrize("with_loader", [True, False])
+def test_llm_env_takes_strings(batch_size: tuple[int, ...], with_loader: bool) -> None:
+    def make_env() -> EnvBase:
+        if with_loader:
+            env = LLMEnv.from_dataloader([{"text": ["never"]}], from_text=True, batch_size=batch_size)
+        else:
+            env = LLMEnv(from_text=True, batch_size=batch_size)
+        return env.append_transform(StepCounter(max_steps=1))
+
+    data = [{"prompt": f"q{i}", **FIELDS[i % 2]} for i in range(4)]
+    source = PromptSource(data, epochs=1)
+    with LLMCollector(source.env(make_env), llm_answer, trajectories_per_batch=4) as collector:
+        [batch] = list(collector)
+    assert [row["text"] for row in batch.unbind(0)] == [f"q{i}" for i in range(4)]
+    for index, row in enumerate(batch.unbind(0)):
+        assert_fields(row, FIELDS[index % 2])
+
+
+def answer_with(text: str) -> Any:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        for row in td.unbind(0):
+            prompt = row["history"].prompt
+            row["history"].full = prompt.append(History(role="assistant", content=text), inplace=False, dim=-1)
+        return td
+
+    return policy
+
+
+def test_gsm8k_env_scores_local_data_without_loading_its_own(tokenizer: Any) -> None:
+    data = [{"question": f"q{i}", "answer": f"so #### {i}"} for i in (5, 6)]
+    source = PromptSource(data, epochs=1, repeats=2)
+    answer = "<think>t</think><answer>5</answer>"
+    with LLMCollector(
+        source.env(lambda: GSM8KEnv(tokenizer=tokenizer)), answer_with(answer), num_envs=2, groups_per_batch=2
+    ) as collector:
+        [batch] = list(collector)
+    assert list(batch["query"]) == ["q5", "q5", "q6", "q6"]
+    assert batch["next", "success"].flatten().tolist() == [True, True, False, False]
+    roles = [row["history"].prompt.role for row in batch.unbind(0)]
+    assert roles == [["system", "user"]] * 4
+
+
+def test_countdown_env_takes_its_problems_from_the_source(tokenizer: Any) -> None:
+    data = [{"query": "make 7 of 3, 4", "answer": "target=7, numbers=3,4"}]
+    source = PromptSource(data, epochs=1, repeats=3)
+    answer = "<think>t</think><answer>3 + 4</answer>"
+    with LLMCollector(
+        source.env(lambda: CountdownEnv(tokenizer=tokenizer)), answer_with(answer), groups_per_batch=1
+    ) as collector:
+        [batch] = list(collector)
+    assert [row["history"].prompt[-1].content for row in batch.unbind(0)] == ["make 7 of 3, 4"] * 3
+    assert (batch["next", "reward"] > 0).all()
+
+
+def test_other_threads_load_their_data_sets_meanwhile() -> None:
+    """Only what is built inside a bound constructor goes without its own data set."""
+    from torchrl.envs.llm.chat import DatasetChatEnv
+
+    called: list[str] = []
+
+    def make_env() -> EnvBase:
+        def other() -> None:
+            try:
+                DatasetChatEnv(dataset="no/such/data/set")
+            except Exception as error:
+                called.append(type(error).__name__)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return ChatEnv(batch_size=(1,))
+
+    before = DatasetChatEnv.__dict__["_dataloader_factory"]
+    PromptSource(["q"]).env(make_env)()
+    assert DatasetChatEnv.__dict__["_dataloader_factory"] is before
+    assert called and called != ["KeyError"]
+
+
+class TokenEnv(EnvBase):
+    """Reads its prompt and everything else from what it is reset with; no name of torchrl's in it."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=())
+        self.observation_spec = Composite(seen=NonTensor(shape=(), example_data=""))
+        self.full_action_spec = Composite(answer=NonTensor(shape=(), example_data=""))
+        self.reward_spec = Unbounded(shape=(1,))
+
+    def _reset(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
+        return TensorDict(seen=f"{tensordict['task']} / {tensordict['tests']}")
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        done = torch.ones(1, dtype=torch.bool)
+        return TensorDict(seen="", done=done, terminated=done.clone(), reward=torch.ones(1))
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def test_any_env_is_reset_with_the_datum_under_its_own_names() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        for row in td.unbind(0):
+            row["answer"] = row["seen"]
+        return td
+
+    source = PromptSource([{"task": "t0", "tests": 2}, {"task": "t1", "tests": 3}], key="task", epochs=1)
+    with LLMCollector(source.env(TokenEnv), policy, steps_per_batch=1) as collector:
+        rows = [batch[0] for batch in collector]
+    assert [(row["answer"], row["tests"].item()) for row in rows] == [("t0 / 2", 2), ("t1 / 3", 3)]
+
+
+def test_building_a_collector_takes_no_prompt_and_an_env_reset_by_hand_takes_the_next() -> None:
+    source = PromptSource((f"q{i}" for i in range(5)), epochs=1)
+    make_env = source.env(lambda: one_turn(ChatEnv(batch_size=(1,))))
+    collector = LLMCollector(make_env, chat_echo, num_envs=3, steps_per_batch=1)
+    assert make_env().reset()["history"].prompt[0, -1].content == "q0"
+    with collector:
+        assert sorted(row["history"].prompt[-1].content for batch in collector for row in batch.unbind(0)) == [
+            f"q{i}" for i in range(1, 5)
+        ]
+    assert source.state_dict()["held"] == []
+
+
+def test_what_cannot_be_bound_is_refused() -> None:
+    source = PromptSource(["q"])
+    with pytest.raises(TypeError, match="make_env of type ChatEnv is not allowed: pass a constructor"):
+        source.env(ChatEnv(batch_size=(1,)))
+    with pytest.raises(TypeError, match="make_env returned int, an EnvBase is needed"):
+        source.env(lambda: 3)()
+
+    def two_primers() -> EnvBase:
+        env = ChatEnv.from_dataloader([{"query": ["a"]}], batch_size=(1,))
+        return env.append_transform(ChatEnv.from_dataloader([{"query": ["b"]}], batch_size=(1,)).transform.clone())
+
+    with pytest.raises(ValueError, match="the environment has 2 data primers; a source can replace one"):
+        source.env(two_primers)()
