@@ -245,7 +245,7 @@ class Launches:
             source.returned(member.group_id, member.index)
         elif not self._plan.groups:
             del self._tries[key]
-            source.delivered(member.group_id, member.index)
+            source.dropped(member.group_id, member.index)
         elif self._units is not None and self._units.is_open(unit):
             logger.warning("gave up group %d: its member %d: %s", unit, member.index, reason)
             self._ledger.group("failed")
@@ -273,7 +273,8 @@ class Launches:
         for turns in self._units.take_unwanted():
             self._ledger.drop(len(turns), ended_trajectories(turns), "filtered")
             self._ledger.group("filtered")
-            self._done_with(turns)
+            for source, member in self._members(turns):
+                source.dropped(member.group_id, member.index)
         if self._units.unwanted_in_row >= self._warn_at:
             logger.warning("group_filter has dropped %d groups in a row, none was kept", self._warn_at)
             self._warn_at *= 2
@@ -325,13 +326,17 @@ class Launches:
 
     def delivered(self, turns: list[Turn]) -> None:
         """Turns have reached the reader: the sources need not keep their prompts."""
-        self._done_with(turns)
+        for source, member in self._members(turns):
+            source.delivered(member.group_id, member.index)
         if self._plan.groups:
             self._ledger.group("delivered", len({turn.trajectory.unit for turn in turns}))
 
-    def _done_with(self, turns: list[Turn]) -> None:
+    def _members(self, turns: list[Turn]) -> list[tuple[Prompts, Member]]:
+        """The members whose trajectories end in ``turns``, with their sources; their tries are forgotten."""
+        found = []
         for turn in turns:
             trajectory = turn.trajectory
             if turn.done and trajectory.member is not None:
                 self._tries.pop((trajectory.group_id, trajectory.group_index), None)
-                self.sources[trajectory.source].delivered(trajectory.member.group_id, trajectory.member.index)
+                found.append((self.sources[trajectory.source], trajectory.member))
+        return found

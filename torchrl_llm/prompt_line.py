@@ -55,7 +55,10 @@ class Prompts(Protocol):
         """Hands out the next members; fewer if there are no more for now."""
 
     def delivered(self, group_id: int, index: int) -> None:
-        """A member is done with: delivered, or dropped for good."""
+        """A member is done with: its trajectory was delivered."""
+
+    def dropped(self, group_id: int, index: int) -> None:
+        """A member is done with without having been delivered: it was filtered out, or given up."""
 
     def returned(self, group_id: int, index: int) -> None:
         """A member comes back; it is handed out again before any other."""

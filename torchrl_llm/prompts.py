@@ -115,9 +115,13 @@ class PromptSource:
             return self._line.take(count)
 
     def delivered(self, group_id: int, index: int) -> None:
-        """A member is done with: its trajectory was delivered, or dropped for good."""
+        """A member is done with: its trajectory was delivered."""
         with self._lock:
             self._line.delivered(group_id, index)
+
+    def dropped(self, group_id: int, index: int) -> None:
+        """A member is done with without having been delivered: it was filtered out, or given up."""
+        self.delivered(group_id, index)
 
     def returned(self, group_id: int, index: int) -> None:
         """A member comes back without having been delivered; it is handed out again before any other."""

@@ -23,6 +23,8 @@ _DRIVERS = (
     "delivered", "trajectories", "recorded", "recorded_by_reason", "in_flight", "turns", "turns_dropped",
     "turns_pending", "batches",
 )  # fmt: skip
+# What is not added up over workers.
+_HIGHEST = ("policy_version", "longest_wait_seconds", "most_overtaken")
 # What a worker records when it is told to end: the driver knows why it was.
 _TOLD = "shutdown"
 
@@ -80,6 +82,7 @@ class ClusterBooks:
         self._reasons: Counter[str] = Counter()
         self._turns_dropped = 0
         self._lost = 0
+        self._groups: Counter[str] = Counter()
         self._closed = False
 
     # From the workers
@@ -146,6 +149,31 @@ class ClusterBooks:
             self._turns_dropped += turns
             self._reasons[reason] += len(ended)
 
+    def group(self, kind: str, count: int = 1) -> None:
+        """Counts groups that were put together on the driver, by what became of them; see :meth:`Ledger.group`."""
+        with self._lock:
+            self._groups[kind] += count
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums as plain data; what is in flight counts as ``"interrupted"``, since no other process has it."""
+        with self._lock:
+            books = self._sums()
+        reasons = Counter(books["recorded_by_reason"]) + Counter(interrupted=books["in_flight"])
+        books["recorded_by_reason"] = dict(reasons)
+        books["recorded"] = reasons.total()
+        books["turns_dropped"] += books["turns_pending"]
+        books.update(in_flight=0, turns_pending=0, requests_in_flight=0)
+        return books
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from the sums of a state, which stand as one process that is over."""
+        with self._lock:
+            life = Life(worker=-1, report=dict(state), turns=state["turns"], trajectories=state["delivered"], over=True)
+            self._lives[-1] = life
+            self._turns, self._delivered, self._batches = state["turns"], state["delivered"], state["batches"]
+            self._lost = state["turns_lost_with_workers"]
+            self._restarts[-1] = state["worker_restarts"]
+
     def record_rest(self, reason: str) -> None:
         """Ends whatever is in flight or waits for delivery: the collection is over, for ``reason``."""
         with self._lock:
@@ -185,6 +213,8 @@ class ClusterBooks:
         else:
             gone = [entry.report["requests_in_flight"] for entry in self._lives.values() if entry.over]
             books["requests_in_flight"] -= sum(gone)
+        for kind, count in self._groups.items():
+            books[f"groups_{kind}"] += count
         books.update(
             delivered=self._delivered,
             trajectories=self._delivered,
@@ -217,10 +247,12 @@ class ClusterBooks:
 
 
 def _add(books: dict[str, Any], report: Mapping[str, Any]) -> None:
-    """Adds numbers to numbers, and dicts of numbers to such dicts; of anything else the last is kept."""
+    """Adds numbers to numbers, and dicts of numbers to such dicts; of others the highest or the last is kept."""
     for key, value in report.items():
         if isinstance(value, Mapping):
             _add(books.setdefault(key, {}), value)
+        elif key in _HIGHEST:
+            books[key] = max(books.get(key, 0), value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             books[key] = books.get(key, 0) + value
         else:

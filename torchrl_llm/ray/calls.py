@@ -5,8 +5,8 @@ Any thread may call; calls to a worker run beside its batches, on threads of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import ray
 from ray.exceptions import RayError
@@ -16,13 +16,16 @@ from torchrl_llm.ray.errors import WireError, from_wire
 from torchrl_llm.ray.hooks import Call
 from torchrl_llm.ray.member import Member
 
+# The name of a method of the collector, or a function that is called with the collector.
+Method: TypeAlias = "str | Callable[..., Any]"
 
-def ask(member: Member, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+
+def ask(member: Member, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Sends a call; returns a reference to its answer. References among ``args`` are read by the worker."""
     return member.actor.call.remote(method, args, kwargs)
 
 
-def gather(method: str, answers: Mapping[Any, Any], timeout: float | None) -> dict[int, Any]:
+def gather(method: Method, answers: Mapping[Any, Any], timeout: float | None) -> dict[int, Any]:
     """The answers by worker.
 
     Args:
@@ -53,7 +56,8 @@ def gather(method: str, answers: Mapping[Any, Any], timeout: float | None) -> di
                 results[member.worker] = answer
     if failures:
         named = "; ".join(f"worker {w}: {type(e).__name__}: {_first_line(e)}" for w, e in sorted(failures.items()))
-        failure = WorkerError(f"{method} failed on {len(failures)} of {len(answers)} workers: {named}")
+        name = method if isinstance(method, str) else method.__name__
+        failure = WorkerError(f"{name} failed on {len(failures)} of {len(answers)} workers: {named}")
         failure.results, failure.failures = results, failures  # type: ignore[attr-defined]
         raise failure from failures[min(failures)]
     return results
@@ -62,7 +66,7 @@ def gather(method: str, answers: Mapping[Any, Any], timeout: float | None) -> di
 def caller(member: Member) -> Call:
     """A function that calls methods of one worker's collector: ``call(method, *args, timeout=None, **kwargs)``."""
 
-    def call(method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    def call(method: Method, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         answer = ask(member, method, args, kwargs)
         return gather(method, {member: answer}, timeout)[member.worker]
 

@@ -44,6 +44,7 @@ from torchrl_llm.ray.member import (
     Member,
 )
 from torchrl_llm.ray.messages import Header
+from torchrl_llm.ray.prompts import ClusterPrompts
 from torchrl_llm.ray.schedule import Schedule
 from torchrl_llm.ray.worker import Order
 
@@ -74,6 +75,7 @@ class Fleet:
         events: the driver's queue; ``None`` in it wakes the driver.
         max_restarts: how often each worker may be restarted.
         worker_timeout: seconds without any progress after which a worker is taken for lost; ``None`` for no limit.
+        prompts: the shared prompt source, if there is one.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Fleet:
         events: queue.SimpleQueue[Event | None],
         max_restarts: int,
         worker_timeout: float | None,
+        prompts: ClusterPrompts | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.fatal: CollectorError | None = None
@@ -100,6 +103,7 @@ class Fleet:
         self._events = events
         self._max_restarts = max_restarts
         self._worker_timeout = worker_timeout
+        self._prompts = prompts
         self._members: dict[int, Member] = {}
         self._restarts: Counter[int] = Counter()
         self._lives = 0
@@ -241,6 +245,8 @@ class Fleet:
     def _arrive(self, arrival: Arrival, member: Member) -> None:
         heads = arrival.header.heads
         self._books.arrive(member.life, len(heads), sum(head.done for head in heads))
+        if self._prompts is not None:
+            self._prompts.arrived(member.life, [head.member for head in heads if head.done])
         self._schedule.arrive(member.worker, arrival)
 
     def _fail_by(self, error: BaseException, member: Member) -> None:
@@ -271,6 +277,7 @@ class Fleet:
             trajectories,
             turns,
         )
+        self._give_back_prompts(member)
         if self._hooks.on_worker_lost is not None:
             self._hooks.on_worker_lost(member.worker)
         if self.fatal is not None or self._closed:
@@ -282,6 +289,21 @@ class Fleet:
             return
         self._restarts[member.worker] += 1
         self._launch(member.worker)
+
+    def _give_back_prompts(self, member: Member) -> None:
+        """What a process that is over held is handed out again, if need be to a worker that found nothing before."""
+        if self._prompts is None or self._closed or self.fatal is not None:
+            return
+        waiting = self._prompts.lost(member.life)
+        others = [other for other in self._members.values() if other is not member]
+        if not waiting or member.state != REMOVED or any(o.state in (STARTING, COLLECTING) for o in others):
+            return
+        finished = next((other for other in others if other.state == FINISHED), None)
+        if finished is not None:
+            self._become(finished, REMOVED)
+            self._books.end(finished.life, "cut_off")
+            _kill(finished)
+            self._launch(finished.worker)
 
     def watch(self) -> None:
         """Asks for reports now and then, and takes for lost what has shown no sign of progress for too long."""
@@ -389,6 +411,8 @@ class Fleet:
                 if reason is not None:
                     self._books.end(member.life, reason)
                 _kill(member)
+                if reason is not None:
+                    self._give_back_prompts(member)
         _await_end(members)
 
     def _on_finished(self, member: Member, answer: Any) -> None:
@@ -433,7 +457,9 @@ class Fleet:
 
     # Calls to every worker
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None) -> dict[int, Any]:
+    def call(
+        self, method: calls.Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> dict[int, Any]:
         """Calls a method of every worker's collector; see :meth:`RayCollector.call_workers`."""
         with self.lock:
             members = [member for _, member in sorted(self._members.items()) if member.answers]

@@ -27,7 +27,13 @@ class TurnHead(NamedTuple):
     env_id: int
     policy_id: int
     group_id: int
+    group_index: int
     done: bool
+
+    @property
+    def member(self) -> tuple[int, int]:
+        """Which member of which group it is."""
+        return self.group_id, self.group_index
 
 
 @dataclass(frozen=True)

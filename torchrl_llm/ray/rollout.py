@@ -24,7 +24,9 @@ from torchrl_llm.control import Control
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.fleet import REPORT_SECONDS, Fleet
 from torchrl_llm.ray.member import Arrival, Event
-from torchrl_llm.ray.messages import Parcel
+from torchrl_llm.ray.groups import Groups
+from torchrl_llm.ray.messages import Parcel, TurnHead
+from torchrl_llm.units import UnitBatcher
 
 
 class Delivery:
@@ -81,6 +83,7 @@ class RayRollout:
         books: the cluster's books.
         events: the driver's queue.
         control: stop and pause.
+        groups: the shared prompt source, if there is one.
 
     Attributes:
         stay_away: whether turns go from the workers to their target without a way through the driver.
@@ -95,6 +98,7 @@ class RayRollout:
         books: ClusterBooks,
         events: queue.SimpleQueue[Event | None],
         control: Control,
+        groups: Groups | None = None,
     ) -> None:
         self.stay_away = False
         self._fleet = fleet
@@ -103,6 +107,7 @@ class RayRollout:
         self._books = books
         self._events = events
         self._control = control
+        self._groups = groups
         self._finishing = False
 
     def send_to(self, sink: Any) -> None:
@@ -141,7 +146,9 @@ class RayRollout:
                     raise self._fleet.fatal
             elif self._fleet.at_work:
                 self._await_event()
+                self._end_failed_groups()
             else:
+                self._end_failed_groups()
                 return self._batcher.flush() or None
 
     def _await_event(self) -> None:
@@ -162,10 +169,36 @@ class RayRollout:
             except RayError:
                 # It lay on a node that has left since.
                 self._books.drop(len(heads), [head.traj_id for head in heads if head.done], "worker_died")
+                if self._groups is not None:
+                    self._groups.come_back([head.member for head in heads if head.done])
                 return
         for place, head in enumerate(heads):
-            trajectory = Trajectory(head.traj_id, head.env_id, head.policy_id, head.group_id)
-            self._batcher.add(ArrivedTurn(trajectory, head.step, head.done, delivery, place))  # type: ignore[arg-type]
+            self._add_turn(head, delivery, place)
+        if self._groups is not None:
+            self._groups.settle(self._batcher, self._books)
+
+    def _add_turn(self, head: TurnHead, delivery: Delivery, place: int) -> None:
+        trajectory = Trajectory(
+            head.traj_id, head.env_id, head.policy_id, head.traj_id, head.group_id, head.group_index
+        )  # fmt: skip
+        size = 1
+        if self._groups is not None and self._groups.size is not None:
+            trajectory.unit, size = head.group_id, self._groups.size
+            if self._groups.has_failed(head.group_id):
+                self._books.drop(1, [head.traj_id] if head.done else [], "group_failed")
+                return
+        if isinstance(self._batcher, UnitBatcher) and not self._batcher.is_open(trajectory.unit):
+            self._batcher.open(trajectory.unit, size)
+        self._batcher.add(ArrivedTurn(trajectory, head.step, head.done, delivery, place))  # type: ignore[arg-type]
+
+    def _end_failed_groups(self) -> None:
+        if self._groups is not None:
+            self._groups.end_failed(self._batcher, self._books)
+
+    def delivered(self, turns: Sequence[ArrivedTurn]) -> None:
+        """Turns have reached the reader, or whatever took them in his place."""
+        if self._groups is not None:
+            self._groups.delivered(turns)
 
     def _finish(self) -> None:
         """Lets all workers hand over what they have finished."""

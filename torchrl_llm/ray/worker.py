@@ -23,6 +23,7 @@ from torchrl_llm.ray.dealing import Share
 from torchrl_llm.ray.errors import WireError, relocated, to_wire
 from torchrl_llm.ray.messages import LIFE, Header, Parcel, TurnHead
 from torchrl_llm.ray.outbox import Outbox
+from torchrl_llm.ray.prompts import Connection
 
 # Calls beside `take` that a worker answers at the same time.
 CONTROL_THREADS = 8
@@ -45,6 +46,7 @@ class Order:
         handle: called with the worker's number and the collector's arguments (``env`` and ``policy`` among them) before
             the collector is built; returns the arguments to use. ``None`` leaves them.
         list_to_stack: the driver's ``set_list_to_stack``.
+        prompts: the way to the shared prompt source, if there is one.
     """
 
     collector_class: type
@@ -56,6 +58,7 @@ class Order:
     prefetch: int
     handle: Callable[[int, dict[str, Any]], dict[str, Any]] | None
     list_to_stack: bool
+    prompts: Connection | None = None
 
 
 class Worker:
@@ -86,6 +89,8 @@ class Worker:
         order = self._order
         set_list_to_stack(order.list_to_stack).set()
         arguments = {**order.arguments, "env": order.env.value, "policy": order.policy.value}
+        if order.prompts is not None:
+            arguments["env"] = order.prompts.connect(order.life, arguments["env"])
         if order.handle is not None:
             arguments = order.handle(order.worker, arguments)
         return order.collector_class(arguments.pop("env"), arguments.pop("policy"), **arguments)
@@ -113,12 +118,14 @@ class Worker:
         """The worker's books."""
         return self._header([])
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a method of the collector; returns its result, or a :class:`WireError`."""
+    def call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a method of the collector, or a function of it; returns the result, or a :class:`WireError`."""
         # Ray replaces references by their objects only where they are arguments themselves.
         args = tuple(ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args)
         try:
-            return getattr(self._collector, method)(*args, **kwargs)
+            if isinstance(method, str):
+                return getattr(self._collector, method)(*args, **kwargs)
+            return method(self._collector, *args, **kwargs)
         except Exception as error:
             return to_wire(self._relocated(error))
 
@@ -181,6 +188,7 @@ class Worker:
             env_id=self._order.env.index(int(ids.get("env_id"))),
             policy_id=self._order.policy.index(int(ids.get("policy_id"))),
             group_id=int(ids.get("group_id")),
+            group_index=int(ids.get("group_index", -1)),
             done=bool(turn.get(("next", "done")).any()),
         )
         ids.set("traj_ids", torch.tensor(head.traj_id))
