@@ -10,11 +10,11 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent
 
 
-def settings(num_cpus: int) -> dict[str, Any]:
-    """Arguments of ``ray.init``."""
+def settings(num_cpus: int | None) -> dict[str, Any]:
+    """Arguments of ``ray.init``; without a number of CPUs, for a cluster that runs already."""
+    own = {} if num_cpus is None else {"num_cpus": num_cpus, "include_dashboard": False}
     return {
-        "num_cpus": num_cpus,
-        "include_dashboard": False,
+        **own,
         "log_to_driver": False,
         "configure_logging": False,
         "runtime_env": runtime_env(),

@@ -15,11 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-try:
-    import ray  # noqa: F401
-except ImportError as error:
-    raise ImportError("backend='ray' needs Ray: pip install 'torchrl_llm[ray]', or pip install ray") from error
-
 from tensordict import TensorDictBase, list_to_stack
 from torchrl.collectors import BaseCollector
 
@@ -39,7 +34,6 @@ from torchrl_llm.ray.rollout import RayRollout, whole_delivery
 from torchrl_llm.ray.schedule import FirstCome, RoundRobin, Schedule
 from torchrl_llm.ray.sinks import make_ray_sink
 from torchrl_llm.ray.worker import Order
-
 
 _running: weakref.WeakSet[RayCollector] = weakref.WeakSet()
 
@@ -147,9 +141,16 @@ class RayCollector(LLMCollector):
         control = Control(wake=lambda: events.put(None))
 
         def make_order(worker: int, life: int) -> Order:
-            share = (share_of(argument, worker, wanted.num_workers) for argument in (env, policy))
             return Order(
-                collector_class, *share, arguments, worker, life, prefetch, hooks.handle, bool(list_to_stack())
+                collector_class,
+                env=share_of(env, worker, wanted.num_workers),
+                policy=share_of(policy, worker, wanted.num_workers),
+                arguments=arguments,
+                worker=worker,
+                life=life,
+                prefetch=prefetch,
+                handle=hooks.handle,
+                list_to_stack=bool(list_to_stack()),
             )
 
         connect(ray_init_config)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import cloudpickle
@@ -71,9 +70,6 @@ def check_ray_arguments(
     if placement not in (None, "spread", "pack") and not hasattr(placement, "bundle_specs"):
         kind = ValueError if isinstance(placement, str) else TypeError
         raise kind(f"placement={placement!r} is not allowed: pass None, 'spread', 'pack' or a Ray placement group")
-    for name, value in (("env", env), ("policy", policy)):
-        if isinstance(value, (list, tuple)) and len(value) > num_workers and not isinstance(num_workers, int):
-            raise ValueError(f"{name} has {len(value)} items for num_workers={num_workers}")
     return RayArguments(num_workers, _demands(num_workers, num_cpus, num_gpus, resources))
 
 
@@ -108,7 +104,7 @@ def _per_worker(name: str, value: Any, workers: int, allowed: str) -> list[Any]:
 
 
 def _check_amount(name: str, value: Any, allowed: str, above: bool = False) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not allowed: pass {allowed}")
     if value < 0 or (above and value == 0):
         raise ValueError(f"{name}={value!r} is not allowed: pass {allowed}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from ray.exceptions import RayError
@@ -23,7 +23,7 @@ from torchrl_llm.ray.rollout import Delivery
 from torchrl_llm.ray.transport import pack
 from torchrl_llm.sinks import PUT_POLL_SECONDS, QueueSink, Sink, make_sink
 
-Shipment = TensorDictBase | Delivery
+Shipment: TypeAlias = "TensorDictBase | Delivery"
 
 # Who opens a parcel: whoever extends the buffer, or takes it from the queue.
 OPENED_IN_BUFFER, OPENED_FROM_QUEUE = 1, 2

@@ -37,6 +37,9 @@ _DTYPES = {
         torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
+# Their type hints know only the variants with out=.
+_unbind_copy: Any = torch.unbind_copy
+_split_copy: Any = torch.split_with_sizes_copy
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -117,7 +120,7 @@ def unpack(packed: Packed) -> list[TensorDictBase]:
         for number, tensor in zip(column.numbers.tolist(), _tensors(column), strict=True):
             by_number[number] = tensor
     tensors = iter([by_number[number] for number in packed.occurrences.tolist()])
-    objects = iter(pickle.loads(packed.objects))
+    objects = iter(pickle.loads(packed.objects.data))
     builders = [_builder(plan) for plan in pickle.loads(packed.plans)]
     return [builders[index](tensors, objects) for index in packed.plan_of.tolist()]
 
@@ -157,8 +160,8 @@ def _tensors(column: Column) -> Sequence[torch.Tensor]:
     else:
         flat = torch.empty(0, dtype=dtype)
     if column.scalar:
-        return torch.unbind_copy(flat)
-    tensors = list(torch.split_with_sizes_copy(flat, column.sizes.tolist()))
+        return list(_unbind_copy(flat))
+    tensors: list[torch.Tensor] = list(_split_copy(flat, column.sizes.tolist()))
     for place, shape in column.shapes.items():
         tensors[place] = tensors[place].view(shape)
     return tensors
@@ -309,7 +312,7 @@ def _build_tensordict(
 
 
 def _build_stack(
-    kind: type, stack_dim: int, batch_size: torch.Size, name: str | None, plans: tuple[Plan, ...]
+    kind: Any, stack_dim: int, batch_size: torch.Size, name: str | None, plans: tuple[Plan, ...]
 ) -> Builder:
     rows = [_builder(plan) for plan in plans]
 
@@ -345,7 +348,7 @@ def _build_non_tensor(batch_size: torch.Size) -> Builder:
     return build
 
 
-def _build_tensorclass(kind: type, held: Plan, names: tuple[str, ...], plans: tuple[Plan, ...]) -> Builder:
+def _build_tensorclass(kind: Any, held: Plan, names: tuple[str, ...], plans: tuple[Plan, ...]) -> Builder:
     build_held = _builder(held)
     others = [(name, _builder(plan)) for name, plan in zip(names, plans, strict=True)]
 
