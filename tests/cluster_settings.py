@@ -23,7 +23,7 @@ def settings(num_cpus: int | None) -> dict[str, Any]:
 
 def runtime_env() -> dict[str, Any]:
     """Workers import what the tests import; without vLLM, whose import takes half of a worker's start."""
-    paths = [TESTS.parent, TESTS, TESTS.parent / "examples"]
+    paths = [TESTS.parent, TESTS, TESTS / "ray", TESTS.parent / "examples"]
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OMP_NUM_THREADS": "1",

@@ -83,6 +83,7 @@ RAY_ONLY = (
     "max_restarts",
     "worker_timeout",
     "ordered",
+    "group_affinity",
     "hooks",
 )
 LATER = ("groups_per_batch", "max_policy_lag", "seed")

@@ -30,8 +30,9 @@ from torchrl_llm.lifecycle import END, Collection
 from torchrl_llm.plan import check_int, make_plan
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
-from torchrl_llm.seeds import NEXT, check_seed, derive
+from torchrl_llm.seeds import check_seed, next_seed
 from torchrl_llm.sinks import make_sink
+from torchrl_llm.weight_forms import one_source
 from torchrl_llm.weights import PolicyWeights, announce_version, check_mode
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
@@ -370,7 +371,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         check_seed(seed)
         with self.pause():
             self._launches.set_seed(seed)
-        return seed if static_seed else derive(seed, NEXT) % 2**31
+        return seed if static_seed else next_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
         """What another process needs to go on, as plain data for ``torch.save`` and ``torch.load(weights_only=True)``.
@@ -439,14 +440,9 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             CollectorError: if the collection failed or was shut down.
             PolicyError: if a policy failed while it switched.
         """
-        given = [value for value in (policy_or_weights, weights, policy) if value is not None]
-        if len(given) != 1:
-            raise TypeError(
-                "update_policy_weights_ takes its weights once: positionally, as weights= or as policy=; "
-                f"got {len(given)} of them"
-            )
+        source = one_source(policy_or_weights, weights, policy)
         self._collection.check_open()
-        self._weights.update(given[0], version, update_mode)
+        self._weights.update(source, version, update_mode)
 
     def __reduce__(self) -> Any:
         raise TypeError("a collector has threads and engines and cannot be pickled: pickle its constructors instead")

@@ -28,12 +28,18 @@ from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, connect, disconnect
 from torchrl_llm.ray.dealing import share_of
 from torchrl_llm.ray.fleet import Fleet
+from torchrl_llm.ray.groups import Groups
 from torchrl_llm.ray.hooks import WorkerHooks
 from torchrl_llm.ray.member import Arrival, Event
+from torchrl_llm.ray.plan import make_cluster_plan
+from torchrl_llm.ray.prompts import ClusterPrompts, detach
 from torchrl_llm.ray.rollout import RayRollout, whole_delivery
 from torchrl_llm.ray.schedule import FirstCome, RoundRobin, Schedule
 from torchrl_llm.ray.sinks import make_ray_sink
+from torchrl_llm.ray.weights import ClusterWeights
 from torchrl_llm.ray.worker import Order
+from torchrl_llm.seeds import check_seed, next_seed
+from torchrl_llm.weight_forms import one_source
 
 _running: weakref.WeakSet[RayCollector] = weakref.WeakSet()
 
@@ -69,6 +75,9 @@ class RayCollector(LLMCollector):
         worker_timeout: seconds without any finished turn after which a worker is taken for hung, and restarted.
             Defaults to ``None``, no limit.
         ordered: take batches strictly in turn, worker by worker, instead of first come, first served.
+        group_affinity: keep all members of a group on one worker, whose prefix cache knows their prompt; ``False``
+            spreads them over the workers. Prompts of a :class:`PromptSource` are shared by all workers either way: an
+            epoch is one epoch.
         hooks: what is called at the turns of a worker's life, see :class:`WorkerHooks`.
         replay_buffer, queue: as in :class:`LLMCollector`; a ``RayReplayBuffer`` or a ``ray.util.queue.Queue`` is
             written to from the workers' nodes, without a way through the driver.
@@ -106,6 +115,7 @@ class RayCollector(LLMCollector):
         max_restarts: int = 3,
         worker_timeout: float | None = None,
         ordered: bool = False,
+        group_affinity: bool = True,
         hooks: WorkerHooks | None = None,
         total_steps: int = -1,
         replay_buffer: Any = None,
@@ -118,6 +128,8 @@ class RayCollector(LLMCollector):
             "total_steps": total_steps, "replay_buffer": replay_buffer, "queue": queue, "postproc": postproc,
         }  # fmt: skip
         dry_run(collector_class, policy, env, {**arguments, **on_driver})
+        env, source = detach(env)
+        plan = make_cluster_plan(arguments, source is not None, group_affinity)
         wanted = check_ray_arguments(
             env, policy,
             num_workers=num_workers, num_cpus=num_cpus, num_gpus=num_gpus, resources=resources,
@@ -132,10 +144,10 @@ class RayCollector(LLMCollector):
         self.total_steps = total_steps
         self.steps_per_batch = arguments.get("steps_per_batch")
         self.trajectories_per_batch = arguments.get("trajectories_per_batch")
+        self.groups_per_batch = arguments.get("groups_per_batch")
         self.replay_buffer, self.queue, self.postproc = replay_buffer, queue, postproc
         self._sink = make_ray_sink(replay_buffer, queue)
-        # The driver cuts batches as a local collector does; see `_driver_batcher` for other units.
-        batcher = _driver_batcher(arguments)
+        batcher = plan.batcher()
         books = ClusterBooks()
         events: queue_module.SimpleQueue[Event | None] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
@@ -145,24 +157,32 @@ class RayCollector(LLMCollector):
                 collector_class,
                 env=share_of(env, worker, wanted.num_workers),
                 policy=share_of(policy, worker, wanted.num_workers),
-                arguments=arguments,
+                arguments=plan.arguments_for(life),
                 worker=worker,
                 life=life,
                 prefetch=prefetch,
                 handle=hooks.handle,
                 list_to_stack=bool(list_to_stack()),
+                prompts=None if prompts is None else prompts.connection,
             )
 
         connect(ray_init_config)
         try:
             placed = Placement(placement, wanted.demands)
+            try:
+                prompts = None if source is None else ClusterPrompts(source, whole_groups=not plan.spread)
+            except BaseException:
+                placed.remove()
+                raise
         except BaseException:
             disconnect()
             raise
+        weights = ClusterWeights(lambda method, *args, timeout: fleet.call(method, args, {}, timeout))
         schedule: Schedule[Arrival] = RoundRobin() if ordered else FirstCome()
-        self._fleet = Fleet(
-            make_order=make_order, arguments=wanted, placement=placed, books=books, schedule=schedule, hooks=hooks,
-            events=events, max_restarts=max_restarts, worker_timeout=worker_timeout,
+        fleet = self._fleet = Fleet(
+            make_order=make_order, arguments=wanted, placement=placed, books=books, schedule=schedule,
+            hooks=hooks.after_weights(weights.on_worker_ready), events=events, max_restarts=max_restarts,
+            worker_timeout=worker_timeout, prompts=prompts,
         )  # fmt: skip
         try:
             self._fleet.start()
@@ -172,7 +192,9 @@ class RayCollector(LLMCollector):
         self._rollout = RayRollout(
             fleet=self._fleet, batcher=batcher, budget=Budget(total_steps, batcher.whole_trajectories), books=books,
             events=events, control=control,
+            groups=None if prompts is None else Groups(prompts, prompts.repeats if plan.groups else None, plan.spread),
         )  # fmt: skip
+        self._plan, self._prompts, self._weights = plan, prompts, weights  # type: ignore[assignment]
         self._ledger = books  # type: ignore[assignment]
         self._control = control
         finish = _RayFinish(_BatchFinish(self), self._rollout)
@@ -259,28 +281,86 @@ class RayCollector(LLMCollector):
             that were lost with a worker's process), and ``workers``: for each worker its ``state``, ``restarts``,
             ``turns`` and ``trajectories`` that have arrived, and its own counters.
         """
-        return self._ledger.snapshot()
+        return self._ledger.snapshot() | self._weights.stats()
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the newest weights: from 0, or the number that :meth:`update_policy_weights_` was given."""
+        return self._weights.version
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        version: int | None = None,
+        update_mode: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Gives the policies of all workers new weights; returns when each makes its next tokens with them.
+
+        The weights are put into Ray's object store once. A worker that is restarted or added begins with the newest.
+
+        Args:
+            policy_or_weights: see :meth:`LLMCollector.update_policy_weights_`; the path of a LoRA adapter is read by
+                each worker.
+
+        Keyword Args:
+            weights: the same, by its other TorchRL name.
+            policy: the same, by its other TorchRL name.
+            version: number of the new weights, greater than that of the last; one more by default.
+            update_mode: see :meth:`LLMCollector.update_policy_weights_`.
+            timeout: seconds to wait for all workers together; ``None`` for as long as it takes.
+
+        Raises:
+            ValueError: if the weights do not fit: all workers keep their old ones.
+            WorkerError: naming the workers that have not switched.
+        """
+        source = one_source(policy_or_weights, weights, policy)
+        self._collection.check_open()
+        self._weights.update(source, version, update_mode, timeout)  # type: ignore[call-arg]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Not yet supported."""
-        raise NotImplementedError("set_seed comes with a later release: seed the environments in their constructors")
+        """Seeds all workers, and the order of prompts that has not begun; see :meth:`LLMCollector.set_seed`.
 
-    def state_dict(self) -> Any:
-        """Not yet supported."""
-        raise NotImplementedError("state_dict comes with a later release")
+        Where prompts are shared, a prompt has the same seeds on whichever worker it is answered; else each worker has
+        seeds of its own.
+        """
+        check_seed(seed)
+        if self._prompts is not None:
+            self._prompts.reseed(seed)
+        self._fleet.call_each("set_seed", lambda life: self._plan.seed_for(seed, life))
+        return seed if static_seed else next_seed(seed)
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Not yet supported."""
-        raise NotImplementedError("load_state_dict comes with a later release")
+    def state_dict(self) -> dict[str, Any]:
+        """What another process needs to go on, as plain data; see :meth:`LLMCollector.state_dict`.
 
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Not yet supported."""
-        raise NotImplementedError("update_policy_weights_ comes with a later release")
+        Whatever has not reached the reader is handed out again by the collector that loads it, wherever it is now: with
+        a worker, on its way, or at the driver.
+        """
+        with self.pause():
+            return {
+                "policy_version": self.policy_version,
+                "ledger": self._ledger.state_dict(),
+                "fleet": self._fleet.state_dict(),
+                "prompts": None if self._prompts is None else self._prompts.state_dict(),
+            }
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state, before the collector is read; see :meth:`LLMCollector.load_state_dict`.
 
-def _driver_batcher(arguments: Mapping[str, Any]) -> Any:
-    """What puts the reader's batches together from those of the workers: the same unit as theirs."""
-    return local_arguments.make_batcher(arguments.get("steps_per_batch"), arguments.get("trajectories_per_batch"))
+        Raises:
+            CollectorError: if the collector has begun.
+            ValueError: if the state does not fit.
+        """
+        if (state_dict["prompts"] is None) != (self._prompts is None):
+            raise ValueError("the state and the collector do not both have a PromptSource: build it like the saved one")
+        self._fleet.load_state_dict(state_dict["fleet"])
+        if self._prompts is not None:
+            self._prompts.load_state_dict(state_dict["prompts"])
+        self._ledger.load_state_dict(state_dict["ledger"])
+        self._weights.restore(state_dict["policy_version"])
 
 
 class _RayFinish:

@@ -33,6 +33,11 @@ def derive(seed: int, *identity: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def next_seed(seed: int) -> int:
+    """A seed for whatever is to be seeded next, as TorchRL's ``set_seed`` gives one."""
+    return derive(seed, NEXT) % 2**31
+
+
 def check_seed(seed: Any) -> int:
     """``seed`` if it is an int.
 

@@ -81,6 +81,21 @@ def read_weights(source: Any) -> Weights:
     return Weights(tensors)
 
 
+def one_source(*given: Any) -> Any:
+    """The weights, which ``update_policy_weights_`` takes under one of several names.
+
+    Raises:
+        TypeError: if they were passed under none of them, or several.
+    """
+    passed = [value for value in given if value is not None]
+    if len(passed) != 1:
+        raise TypeError(
+            "update_policy_weights_ takes its weights once: positionally, as weights= or as policy=; "
+            f"got {len(passed)} of them"
+        )
+    return passed[0]
+
+
 def module_of(policy: nn.Module) -> nn.Module:
     """The model of a language-model wrapper, whose names are the checkpoint's; any other module itself."""
     model = policy.model if isinstance(policy, LLMWrapperBase) else policy

@@ -106,7 +106,7 @@ class Fleet:
         self._prompts = prompts
         self._members: dict[int, Member] = {}
         self._restarts: Counter[int] = Counter()
-        self._lives = 0
+        self._lives = self._first_life = 0
         self._workers = 0
         self._building = True
         self._begun = False
@@ -155,6 +155,22 @@ class Fleet:
                 self._opened_by = opened_by
             return self._opened_by == opened_by
 
+    def state_dict(self) -> dict[str, Any]:
+        """How many processes there were, which trajectory ids are made of."""
+        with self.lock:
+            return {"lives": self._first_life + self._lives}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state.
+
+        Raises:
+            CollectorError: if the workers have begun.
+        """
+        with self.lock:
+            if self._begun:
+                raise CollectorError("the collector has begun: load a state into a new one, before it is read")
+            self._first_life = state["lives"]
+
     def begin(self) -> None:
         """Lets the workers collect; those that come later begin by themselves."""
         with self.lock:
@@ -168,7 +184,7 @@ class Fleet:
     def _begin(self, member: Member) -> None:
         member.begun = True
         self._become(member, COLLECTING)
-        member.actor.begin.remote(self._opened_by)
+        member.actor.begin.remote(self._opened_by, self._first_life)
         if self._pauses:
             member.actor.pause.remote()
         member.ask_take()
@@ -452,6 +468,8 @@ class Fleet:
                 seconds = min(max(0.0, deadline - time.monotonic()), FINISH_SECONDS)
                 self._finish(there, seconds, reason=None)
                 self._placement.remove()
+                if self._prompts is not None:
+                    self._prompts.close()
         finally:
             disconnect()
 
@@ -461,9 +479,22 @@ class Fleet:
         self, method: calls.Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
     ) -> dict[int, Any]:
         """Calls a method of every worker's collector; see :meth:`RayCollector.call_workers`."""
+        return self._call(method, lambda member: args, kwargs, timeout)
+
+    def call_each(self, method: calls.Method, argument_for: Callable[[int], Any]) -> dict[int, Any]:
+        """Calls a method of every worker's collector, with an argument that depends on the number of its process."""
+        return self._call(method, lambda member: (argument_for(member.life),), {}, None)
+
+    def _call(
+        self,
+        method: calls.Method,
+        args_for: Callable[[Member], tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+    ) -> dict[int, Any]:
         with self.lock:
             members = [member for _, member in sorted(self._members.items()) if member.answers]
-            answers = {member: calls.ask(member, method, args, kwargs) for member in members}
+            answers = {member: calls.ask(member, method, args_for(member), kwargs) for member in members}
         return calls.gather(method, answers, timeout)
 
     @contextlib.contextmanager

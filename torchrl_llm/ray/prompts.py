@@ -158,6 +158,7 @@ class ClusterPrompts:
         self.repeats = source.repeats
         self._lock = threading.Lock()
         self._arrived: defaultdict[int, set[Key]] = defaultdict(set)
+        self._last: dict[str, Any] | Exception | None = None
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # On the driver's node, so that no worker's node takes it along.
         make = ray.remote(PromptOwner).options(num_cpus=0, scheduling_strategy=here)
@@ -210,16 +211,25 @@ class ClusterPrompts:
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`~torchrl_llm.prompts.PromptSource.state_dict`."""
-        state: dict[str, Any] = ray.get(self._actor.state_dict.remote())
-        return state
+        if self._last is None:
+            state: dict[str, Any] = ray.get(self._actor.state_dict.remote())
+            return state
+        if isinstance(self._last, Exception):
+            raise self._last
+        return self._last
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`~torchrl_llm.prompts.PromptSource.load_state_dict`."""
         ray.get(self._actor.load_state_dict.remote(state))
 
     def close(self) -> None:
-        """Ends the actor."""
-        ray.kill(self._actor)
+        """Ends the actor; its last state is kept."""
+        if self._last is None:
+            try:
+                self._last = self.state_dict()
+            except Exception as error:
+                self._last = error  # for whoever asks for the state
+            ray.kill(self._actor)
 
 
 def detach(env: Any) -> tuple[Any, PromptSource | None]:
@@ -229,7 +239,7 @@ def detach(env: Any) -> tuple[Any, PromptSource | None]:
         ValueError: if there are several sources.
     """
     items = env if isinstance(env, (list, tuple)) else [env]
-    sources = {id(item.source): item.source for item in items if isinstance(item, BoundEnv)}
+    sources: dict[int, Any] = {id(item.source): item.source for item in items if isinstance(item, BoundEnv)}
     if len(sources) > 1:
         raise ValueError(f"env has {len(sources)} PromptSources: on Ray all environments share one")
     if not sources:

@@ -23,8 +23,8 @@ from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.fleet import REPORT_SECONDS, Fleet
-from torchrl_llm.ray.member import Arrival, Event
 from torchrl_llm.ray.groups import Groups
+from torchrl_llm.ray.member import Arrival, Event
 from torchrl_llm.ray.messages import Parcel, TurnHead
 from torchrl_llm.units import UnitBatcher
 

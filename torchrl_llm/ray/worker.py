@@ -73,6 +73,7 @@ class Worker:
         self._failure: WireError | None = None
         self._begun = False
         self._opened_by = 0
+        self._first_id = 0
         self._numbers = 0
         self._lock = threading.Lock()
         self._resume = threading.Event()
@@ -99,9 +100,15 @@ class Worker:
         """Returns when the collector is built; what went wrong, if it could not be."""
         return self._failure
 
-    def begin(self, opened_by: int) -> None:
-        """Begins to collect, for parcels that are read by so many (see :class:`~torchrl_llm.ray.messages.Parcel`)."""
+    def begin(self, opened_by: int, first_life: int) -> None:
+        """Begins to collect.
+
+        Args:
+            opened_by: by how many its parcels are read, see :class:`~torchrl_llm.ray.messages.Parcel`.
+            first_life: lives that the collection had before it went on from a saved state.
+        """
         self._opened_by = opened_by
+        self._first_id = (first_life + self._order.life) * LIFE
         self._begun = True
         self._collector.start(self._outbox)
 
@@ -183,7 +190,7 @@ class Worker:
     def _label(self, turn: TensorDictBase) -> TurnHead:
         ids: Any = turn.get("collector")
         head = TurnHead(
-            traj_id=self._order.life * LIFE + int(ids.get("traj_ids")),
+            traj_id=self._first_id + int(ids.get("traj_ids")),
             step=int(ids.get("step")),
             env_id=self._order.env.index(int(ids.get("env_id"))),
             policy_id=self._order.policy.index(int(ids.get("policy_id"))),
@@ -201,5 +208,5 @@ class Worker:
         if not isinstance(error, CollectorError):
             return error
         slot = None if error.slot is None else self._order.env.index(error.slot)
-        trajectory = None if error.trajectory is None else self._order.life * LIFE + error.trajectory
+        trajectory = None if error.trajectory is None else self._first_id + error.trajectory
         return relocated(error, slot, trajectory)

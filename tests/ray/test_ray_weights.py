@@ -1,0 +1,120 @@
+"""Weights on real Ray: one call, and every worker makes its next tokens with them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from typing import Any
+
+import pytest
+import torch
+from fakes import PATIENCE, ScriptedEnv, assert_settled
+from tensordict import TensorDict
+from test_faults import pid_of, wait_until
+
+from torchrl_llm import LLMCollector, RayCollector, WorkerError
+
+pytestmark = pytest.mark.slow
+
+
+def telling_policy() -> Any:
+    """A constructor of a policy that answers with its weight."""
+
+    def make() -> Any:
+        from torch import nn
+
+        class Telling(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.zeros(1))
+
+            def forward(self, td: Any) -> Any:
+                for row in td.unbind(0):
+                    row["answer"] = f"w{int(self.weight)}"
+                return td
+
+        return Telling()
+
+    return make
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1,), float(value))}
+
+
+def answers(batch: Any) -> list[tuple[int, str, int]]:
+    return [
+        (int(row["collector", "worker_id"]), row["answer"], int(row["collector", "policy_version"])) for row in batch
+    ]
+
+
+@pytest.mark.parametrize("form", [dict, TensorDict, lambda named: iter(named.items())], ids=["dict", "td", "iterator"])
+def test_all_workers_switch_before_the_call_returns(ray_cluster: Any, form: Any) -> None:
+    collector = LLMCollector(ScriptedEnv, telling_policy(), steps_per_batch=2, num_workers=2, backend="ray")
+    assert isinstance(collector, RayCollector)
+    with collector:
+        collector.update_policy_weights_(form(weights(5)))
+        assert collector.policy_version == 1
+        assert collector.call_workers(lambda worker: worker.policy_version) == {0: 1, 1: 1}
+        rows = [entry for _ in range(6) for entry in answers(next(collector))]
+        assert {row[1:] for row in rows} == {("w5", 1)}
+        assert {row[0] for row in rows} == {0, 1}
+        collector.update_policy_weights_(weights(7), version=10)
+        seen = set()
+        while seen != {(0, "w7", 10), (1, "w7", 10)}:
+            new = set(answers(next(collector)))
+            assert {row[1:] for row in new} <= {("w5", 1), ("w7", 10)}
+            seen |= {row for row in new if row[2] == 10}
+        stats = collector.stats()
+        assert (stats["policy_version"], stats["weight_updates"]) == (10, 2)
+
+
+def test_weights_that_do_not_fit_change_nothing_anywhere(ray_cluster: Any) -> None:
+    with LLMCollector(ScriptedEnv, telling_policy(), steps_per_batch=1, num_workers=2, backend="ray") as collector:
+        collector.update_policy_weights_(weights(3))
+        with pytest.raises(ValueError, match=r"'weight' has shape \(2,\), the policy's is \(1,\)"):
+            collector.update_policy_weights_({"weight": torch.zeros(2)})
+        with pytest.raises(ValueError, match="version=1 is not allowed: versions grow"):
+            collector.update_policy_weights_(weights(4), version=1)
+        assert collector.policy_version == 1
+        assert {entry[1:] for _ in range(4) for entry in answers(next(collector))} == {("w3", 1)}
+
+
+def test_workers_that_have_not_switched_are_named(ray_cluster: Any) -> None:
+    with LLMCollector(ScriptedEnv, telling_policy(), steps_per_batch=1, num_workers=2, backend="ray") as collector:
+        collector.call_workers(lambda worker: None)
+        # One worker has newer weights than the driver knows of, and a policy that fits no longer.
+        broken = collector._fleet._members[1].life
+
+        def break_one(worker: Any, life: int) -> None:
+            if life == broken:
+                from torch import nn
+
+                worker._pool.runners[0].policy.weight = nn.Parameter(torch.zeros(3))
+
+        collector._fleet.call_each(break_one, lambda life: life)
+        with pytest.raises(WorkerError, match=r"adopt failed on 1 of 2 workers: worker 1: ValueError") as caught:
+            collector.update_policy_weights_(weights(4))
+        assert caught.value.failures.keys() == {1}
+
+
+def test_a_restarted_and_an_added_worker_begin_with_the_newest_weights(ray_cluster: Any) -> None:
+    target: queue.Queue[Any] = queue.Queue(maxsize=4)
+    collector = LLMCollector(
+        ScriptedEnv, telling_policy(), steps_per_batch=1, num_workers=1, num_cpus=0.5, backend="ray"
+    )
+    with collector:
+        collector.update_policy_weights_(weights(2))
+        collector.start(target)
+        assert answers(target.get(timeout=PATIENCE)) == [(0, "w2", 1)]
+        collector.update_policy_weights_(weights(6))
+        os.kill(pid_of(collector, 0), signal.SIGKILL)
+        [added] = collector.add_workers(1)
+        seen: set[tuple[int, str, int]] = set()
+        while not seen.issuperset({(0, "w6", 2), (added, "w6", 2)}):
+            new = set(answers(target.get(timeout=PATIENCE)))
+            assert {row[1:] for row in new} <= {("w2", 1), ("w6", 2)}
+            seen |= new
+        wait_until(lambda: collector.stats()["worker_restarts"] == 1)
+    assert_settled(collector.stats())
