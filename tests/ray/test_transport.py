@@ -107,7 +107,7 @@ def test_every_kind_of_entry_arrives_as_it_was() -> None:
         torch.bfloat16,
         torch.complex64,
         torch.complex128,
-    ],  # fmt: skip
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (5,), (2, 3), (2, 0, 3)], ids=str)
