@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parent
 
 def settings(num_cpus: int | None) -> dict[str, Any]:
     """Arguments of ``ray.init``; without a number of CPUs, for a cluster that runs already."""
-    own = {} if num_cpus is None else {"num_cpus": num_cpus, "include_dashboard": False}
+    own = {} if num_cpus is None else {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     return {
         **own,
         "log_to_driver": False,

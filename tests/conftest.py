@@ -73,16 +73,10 @@ def ray_cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module", params=[None, pytest.param("ray", marks=pytest.mark.slow)], ids=["local", "ray"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """Where a collector runs: tests that take it hold for both."""
-    if request.param is None:
-        yield None
-        return
-    ray = pytest.importorskip("ray")
-    ray.init(**cluster_settings.settings(num_cpus=2))
-    yield "ray"
-    ray.shutdown()
+@pytest.fixture(params=[None, pytest.param("ray", marks=pytest.mark.slow)], ids=["local", "ray"])
+def backend(request: pytest.FixtureRequest) -> str | None:
+    """Where a collector runs: tests that take it hold for both. (`nothing_left_behind` starts Ray before.)"""
+    return request.param
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,6 +94,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Session fixtures are set up before this one, so what they keep running is not the test's.
     """
+    if getattr(request.node, "callspec", None) is not None and request.node.callspec.params.get("backend") == "ray":
+        request.getfixturevalue("ray_cluster")
     threads, processes = set(_threads()), set(_processes())
     yield
     if not request.node.stash.get(_PASSED, False):

@@ -32,8 +32,8 @@ def q(*numbers: int) -> list[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_four_ways_to_read_give_the_same_turns(way: str) -> None:
-    collector = LLMCollector(lambda: chat_env(length=2), chat_echo, steps_per_batch=2, total_steps=5)
+def test_the_four_ways_to_read_give_the_same_turns(way: str, backend: str | None) -> None:
+    collector = LLMCollector(lambda: chat_env(length=2), chat_echo, steps_per_batch=2, total_steps=5, backend=backend)
     outcome = fakes.read_to_the_end(collector, way)
     assert outcome.error is None
     assert chats(outcome.rows) == [
@@ -49,8 +49,8 @@ def test_the_four_ways_to_read_give_the_same_turns(way: str) -> None:
     assert (stats["turns"], stats["batches"]) == (5, 3)
 
 
-def test_a_loop_that_was_left_goes_on_where_it_was() -> None:
-    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=3)
+def test_a_loop_that_was_left_goes_on_where_it_was(backend: str | None) -> None:
+    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=3, backend=backend)
     for batch in collector:
         assert batch["text"] == q(0)
         break
@@ -58,8 +58,8 @@ def test_a_loop_that_was_left_goes_on_where_it_was() -> None:
     assert list(collector) == []
 
 
-def test_next_gives_batches_and_then_stops_L11() -> None:
-    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=2, total_steps=3)
+def test_next_gives_batches_and_then_stops_L11(backend: str | None) -> None:
+    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=2, total_steps=3, backend=backend)
     assert iter(collector) is collector
     first = next(collector)
     assert isinstance(first, LazyStackedTensorDict)
@@ -71,20 +71,22 @@ def test_next_gives_batches_and_then_stops_L11() -> None:
             next(collector)
 
 
-def test_the_end_and_a_written_batch_can_be_told_apart_L12() -> None:
-    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=2)
+def test_the_end_and_a_written_batch_can_be_told_apart_L12(backend: str | None) -> None:
+    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=2, backend=backend)
     assert [collector.next() is None for _ in range(4)] == [False, False, True, True]
     buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=1)
-    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=2, replay_buffer=buffer)
+    arguments = {"steps_per_batch": 1, "total_steps": 2, "replay_buffer": buffer, "backend": backend}
+    collector = LLMCollector(ScriptedEnv, echo, **arguments)
     assert [next(collector), next(collector)] == [None, None]
     with pytest.raises(StopIteration):
         next(collector)
     assert collector.stats()["batches"] == len(buffer) == 2
 
 
-def test_a_loop_with_a_buffer_writes_and_yields_none() -> None:
+def test_a_loop_with_a_buffer_writes_and_yields_none(backend: str | None) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(100), batch_size=2)
-    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=2, total_steps=5, replay_buffer=buffer)
+    arguments = {"steps_per_batch": 2, "total_steps": 5, "replay_buffer": buffer, "backend": backend}
+    collector = LLMCollector(ScriptedEnv, echo, **arguments)
     written = []
     for batch in collector:
         assert batch is None
@@ -93,9 +95,9 @@ def test_a_loop_with_a_buffer_writes_and_yields_none() -> None:
     assert fakes.texts(buffer[:].unbind(0)) == q(0, 1, 2, 3, 4)
 
 
-def test_a_loop_with_a_queue_writes_and_yields_none() -> None:
+def test_a_loop_with_a_queue_writes_and_yields_none(backend: str | None) -> None:
     target: queue.Queue[Any] = queue.Queue()
-    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=2, total_steps=5, queue=target)
+    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=2, total_steps=5, queue=target, backend=backend)
     assert list(collector) == [None] * 3
     assert [batch["text"] for batch in iter(target.get_nowait, None)] == [q(0, 1), q(2, 3), q(4)]
     assert target.empty()
@@ -221,12 +223,13 @@ def test_a_batch_can_be_pickled() -> None:
 # Postproc
 
 
-def test_postproc_sees_each_batch_and_its_result_is_delivered() -> None:
+def test_postproc_sees_each_batch_and_its_result_is_delivered(backend: str | None) -> None:
     def postproc(batch: TensorDictBase) -> TensorDictBase:
         assert batch.batch_size == torch.Size([2])
         return batch[:1]
 
-    collector = LLMCollector(ScriptedEnv, echo, steps_per_batch=2, total_steps=4, postproc=postproc)
+    arguments = {"steps_per_batch": 2, "total_steps": 4, "postproc": postproc, "backend": backend}
+    collector = LLMCollector(ScriptedEnv, echo, **arguments)
     assert [batch["text"] for batch in collector] == [q(0), q(2)]
     assert collector.stats()["turns"] == 4
 
@@ -382,29 +385,6 @@ def test_a_collector_cannot_be_pickled_and_says_what_to_pickle_L50(state: str) -
             collector.start(queue.Queue())
         with pytest.raises(TypeError, match="cannot be pickled: pickle its constructors instead"):
             pickle.dumps(collector)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda c: c.set_seed(1),
-        lambda c: c.state_dict(),
-        lambda c: c.load_state_dict({}),
-    ],
-    ids=["set_seed", "state_dict", "load_state_dict"],
-)
-def test_what_comes_later_says_so(call: Callable[[LLMCollector], Any]) -> None:
-    with (
-        LLMCollector(ScriptedEnv, echo, steps_per_batch=1) as collector,
-        pytest.raises(NotImplementedError, match="comes with a later release"),
-    ):
-        call(collector)
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_policy_lag", 1), ("seed", 0), ("backend", "ray")])
-def test_arguments_that_come_later_say_so(name: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name}={value!r} comes with a later release"):
-        LLMCollector(ScriptedEnv, echo, steps_per_batch=1, **{name: value})
 
 
 def test_wrong_arguments_fail_before_anything_is_built() -> None:

@@ -54,3 +54,19 @@ def test_queue_consumer(tiny_model: str) -> None:
     done = _run("queue_consumer.py", "--model", tiny_model, "--turns", "12", "--max-tokens", "8")
     lines = re.findall(r"^trajectory (\d+): 1 turn\(s\), reward [01]\.\d$", done.stdout, re.MULTILINE)
     assert len(lines) == len(set(lines)) == 12
+
+
+@pytest.mark.slow
+def test_ray_cluster(tiny_model: str) -> None:
+    """A worker is killed on the way; all turns come all the same, and the books say what was lost."""
+    options = ["--engine", "transformers", "--envs", "4", "--turns", "60", "--max-tokens", "4", "--kill-one"]
+    done = _run("ray_cluster.py", "--model", tiny_model, *options)
+    assert re.search(r"^killing worker 0, process \d+$", done.stdout, re.MULTILINE) or "killing worker 0" in done.stderr
+    assert re.search(r"^60 turns, [\d.]+ turns/s, mean reward 0\.\d+$", done.stdout, re.MULTILINE)
+    workers = re.findall(r"^worker (\d): (\d+) turns, \d+ tokens/s, (\d) restarts$", done.stdout, re.MULTILINE)
+    assert [(worker, restarts) for worker, _, restarts in workers] == [("0", "1"), ("1", "0")]
+    books = re.search(r"^(\d+) trajectories begun = (\d+) delivered \+ (\d+) recorded", done.stdout, re.MULTILINE)
+    assert books is not None
+    assert int(books[1]) == int(books[2]) + int(books[3])
+    assert int(books[2]) == 60
+    assert "60/60" in done.stderr, "no progress bar"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing.resource_sharer
 import queue
 import subprocess
@@ -120,12 +121,33 @@ def fault(request: pytest.FixtureRequest) -> Fault:
 
 def make(fault: Fault, **kwargs: Any) -> LLMCollector:
     arguments = {"steps_per_batch": 2, "total_steps": fault.total_steps, **kwargs}
-    return LLMCollector(fault.make_env, fault.make_policy(), **arguments)
+    # What is built in a worker has to be built there.
+    policy = fault.make_policy() if kwargs.get("backend") is None else fault.make_policy
+    return LLMCollector(fault.make_env, policy, **arguments)
 
 
-@pytest.mark.parametrize("env_threads", [0, 2])
-def test_what_was_finished_is_delivered_before_the_end(way: str, fault: Fault, env_threads: int) -> None:
-    collector = make(fault, env_threads=env_threads)
+# On Ray each needs an actor of its own, which takes seconds: each fault in one way, and some in each way.
+ON_RAY = sorted(
+    {*zip(FAULTS, itertools.cycle(WAYS), strict=False)}
+    | {*itertools.product(["all steps delivered", "env raises in step"], WAYS)}
+)
+
+
+def both(*local: Any, ray: list[tuple[Any, ...]]) -> list[Any]:
+    """The combinations of ``local`` in this process, and those of ``ray`` on Ray: (backend, ...)."""
+    here = [(None, *combination) for combination in itertools.product(*local)]
+    return here + [pytest.param("ray", *combination, marks=pytest.mark.slow) for combination in ray]
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault", "way", "env_threads"),
+    both(FAULTS, WAYS, [0, 2], ray=[(*case, 0) for case in ON_RAY]),
+    indirect=["backend", "fault"],
+)
+def test_what_was_finished_is_delivered_before_the_end(
+    backend: str | None, way: str, fault: Fault, env_threads: int
+) -> None:
+    collector = make(fault, env_threads=env_threads, backend=backend)
     outcome = read_to_the_end(collector, way)
     assert outcome.texts == THREE
     if way != "buffer":
@@ -137,7 +159,7 @@ def test_what_was_finished_is_delivered_before_the_end(way: str, fault: Fault, e
         assert type(error) is fault.error
         assert fault.message in str(error)
         assert type(error.__cause__) is fault.cause
-        assert fault.cause is ValueError or error.__cause__.__traceback__ is not None
+        assert fault.cause is ValueError or error.__cause__.__traceback__ is not None or backend == "ray"
         assert (error.slot, error.trajectory, error.turn) == fault.where
     stats = collector.stats()
     assert_settled(stats)
@@ -145,8 +167,13 @@ def test_what_was_finished_is_delivered_before_the_end(way: str, fault: Fault, e
     assert stats["errors"] == (fault.error is not None)
 
 
-def test_each_later_call_gives_the_same_end(way: str, fault: Fault) -> None:
-    collector = make(fault)
+@pytest.mark.parametrize(
+    ("backend", "fault", "way"),
+    both(FAULTS, WAYS, ray=[("env raises in step", "queue"), ("policy exits", "loop"), ("data run out", "buffer")]),
+    indirect=["backend", "fault"],
+)
+def test_each_later_call_gives_the_same_end(backend: str | None, way: str, fault: Fault) -> None:
+    collector = make(fault, backend=backend)
     error = read_to_the_end(collector, way).error
     for _ in range(2):
         if error is None:

@@ -12,6 +12,7 @@ import pytest
 
 import torchrl_llm
 from torchrl_llm.ledger import Ledger
+from torchrl_llm.ray.books import ClusterBooks
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -128,13 +129,14 @@ def test_commands_are_those_of_ci() -> None:
 
 
 def test_stats_and_public_names_are_described() -> None:
-    missing = [key for key in Ledger().snapshot() if f"`{key}`" not in README]
+    missing = [key for key in (*Ledger().snapshot(), *ClusterBooks().snapshot()) if f"`{key}`" not in README]
     missing += [name for name in torchrl_llm.__all__ if name not in README]
     assert not missing
 
 
-def test_compared_cases_have_tests() -> None:
-    section = README.split("## Beside torchrl's own LLMCollector")[1].split("\n## ")[0]
+@pytest.mark.parametrize("title", ["## Beside torchrl's own LLMCollector", "### Beside torchrl's Ray collectors"])
+def test_compared_cases_have_tests(title: str) -> None:
+    section = README.split(title)[1].split("\n## ")[0]
     named = set(re.findall(r"\bL\d\d\b", section))
     sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     tests = re.findall(r"def (test_\w+)", "\n".join(sources))
