@@ -22,7 +22,9 @@ from torchrl_llm import arguments
 from torchrl_llm.assembly import build_policies, build_slots
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
+from torchrl_llm.deadlines import make_limits
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.finishing import BatchFinish
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import END, Collection
@@ -133,6 +135,9 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         queue: Any = None,
         postproc: Callable[[TensorDictBase], TensorDictBase | None] | None = None,
         env_threads: int = 0,
+        max_turn_seconds: float | None = None,
+        max_trajectory_seconds: float | None = None,
+        on_timeout: str = "deliver",
         route: str | Route = "least_loaded",
         max_policy_lag: int | None = None,
         on_error: str = "raise",
@@ -156,6 +161,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         )
         check_int("total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1)
         check_int("env_threads", env_threads, "an int of at least 0", minimum=0)
+        limits = make_limits(max_turn_seconds, max_trajectory_seconds, on_timeout)
         if seed is not None:
             check_seed(seed)
         if postproc is not None and not callable(postproc):
@@ -191,6 +197,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             ledger=self._ledger,
             restart=restart,
             env_threads=env_threads,
+            limits=limits,
             events=events,
             control=control,
         )
@@ -198,7 +205,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             self._launches.set_seed(seed)
         self._control = control
         self._pool = pool
-        self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self), sink)
+        self._collection = Collection(rollout, control, self._ledger, BatchFinish(self), sink)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
 
@@ -396,20 +403,3 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             f"{type(self).__name__}({unit}={getattr(self, unit)}, total_steps={self.total_steps}, "
             f"turns={stats['turns']}, in_flight={stats['in_flight']})"
         )
-
-
-class _BatchFinish:
-    """Runs the collector's ``postproc`` and hooks, without keeping the collector alive."""
-
-    def __init__(self, collector: LLMCollector) -> None:
-        self._collector = weakref.ref(collector)
-        self._postproc = collector.postproc
-
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase | None:
-        finished = batch if self._postproc is None else self._postproc(batch)
-        if finished is not None and not isinstance(finished, TensorDictBase):
-            raise CollectorError(f"postproc returned {type(finished).__name__}; a TensorDict or None is needed")
-        collector = self._collector()
-        if finished is not None and collector is not None and collector.post_collect_hook is not None:
-            collector.post_collect_hook(finished)
-        return finished
