@@ -8,14 +8,12 @@ collector, so that dropping the last reference to the collector ends the thread.
 from __future__ import annotations
 
 import abc
-import contextlib
 import queue as queue_module
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
-from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 
 from torchrl_llm import arguments
@@ -24,11 +22,13 @@ from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.deadlines import make_limits
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.evaluation import evaluate
 from torchrl_llm.finishing import BatchFinish
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
-from torchrl_llm.lifecycle import END, Collection
+from torchrl_llm.lifecycle import Collection
 from torchrl_llm.plan import check_int, make_plan
+from torchrl_llm.reading import Reading
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.seeds import NEXT, check_seed, derive
@@ -51,7 +51,7 @@ class _DCMeta(abc.ABCMeta):
         raise ValueError(f"backend={backend!r} is not allowed: pass None or 'ray'")
 
 
-class LLMCollector(BaseCollector, metaclass=_DCMeta):
+class LLMCollector(Reading, metaclass=_DCMeta):
     """Collects turns of language-model policies in environments.
 
     Every environment is a slot that sends its next request the moment it is ready, and every policy answers request by
@@ -203,116 +203,19 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         )
         if seed is not None:
             self._launches.set_seed(seed)
+        self._constructors = [constructor for constructor, _ in envs]
+        self._evaluation: dict[str, Any] = {
+            "pool": pool,
+            "route": route,
+            "router": router,
+            "env_threads": env_threads,
+            "limits": limits,
+        }
         self._control = control
         self._pool = pool
         self._collection = Collection(rollout, control, self._ledger, BatchFinish(self), sink)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
-
-    # Reading
-
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """The collector itself: a loop that was left goes on where it was."""
-        return self
-
-    def __next__(self) -> TensorDictBase | None:
-        """The next batch; ``None`` if it was written to the buffer or queue that the collector has.
-
-        Raises:
-            StopIteration: at the end.
-            CollectorError: what stopped the collection, at every call.
-        """
-        batch = self._collection.read()
-        if batch is END:
-            raise StopIteration
-        return batch
-
-    def next(self) -> TensorDictBase | None:
-        """Like ``next(collector)``, but ``None`` at the end, as in TorchRL."""
-        return next(self, None)
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        """The collector's iterator, as TorchRL's collectors have it."""
-        yield from self
-
-    def __len__(self) -> int:
-        """Batches in the collector's life, with ``steps_per_batch`` and ``total_steps``."""
-        if self.total_steps < 0 or self.steps_per_batch is None:
-            raise TypeError("the collector has a length only with steps_per_batch and total_steps")
-        return -(-self.total_steps // self.steps_per_batch)
-
-    def start(self, target: Any = None) -> None:
-        """Collects in the background, into a replay buffer or a queue.
-
-        Args:
-            target: a replay buffer (has ``extend``) or a queue (has ``put``); defaults to the constructor's.
-
-        Raises:
-            TypeError: if there is no target, or it cannot be written to.
-            CollectorError: if the collection runs already, failed, or has ended.
-        """
-        sink = self._sink
-        if target is not None:
-            is_buffer = callable(getattr(target, "extend", None))
-            sink = make_sink(target if is_buffer else None, None if is_buffer else target)
-        if sink is None:
-            raise TypeError("start() needs a target: pass a replay buffer or a queue, here or to the constructor")
-        self._sink = sink
-        self._collection.start(sink)
-
-    def is_running(self) -> bool:
-        """Whether the collection runs in the background."""
-        return self._collection.is_running()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Waits for what ``start()`` began.
-
-        Args:
-            timeout: seconds to wait; ``None`` for as long as it takes.
-
-        Returns:
-            ``True`` if it has ended, ``False`` if ``timeout`` was not enough.
-
-        Raises:
-            CollectorError: what stopped the run.
-        """
-        return self._collection.join(timeout)
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Brings the collection to rest inside the ``with`` block.
-
-        On entry the loop has come to rest: it calls no environment, sends no request and delivers no batch. What is
-        in flight in an engine or on an environment thread goes on, and is taken up afterwards. Safe from any thread.
-        """
-        with self._control.pause():
-            yield
-
-    # Ending
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Ends the collection, from any thread. Idempotent; never hangs on a full queue or a long generation.
-
-        What is in flight is aborted and recorded. Finished turns are still written to the buffer or queue that the
-        collection writes to. What was built from constructors is closed, what was passed as an instance is not.
-
-        Args:
-            timeout: seconds to wait for a call of an environment or a batched policy that is under way, which nothing
-                can interrupt; a ``RuntimeWarning`` names what was still busy. Defaults to 30, and to 0 after an earlier
-                call has waited in vain.
-            close_env: ignored; for TorchRL's sake.
-            raise_on_error: ignored; an error is raised by the call that reads, and by :meth:`join`.
-
-        Raises:
-            CollectorError: if finished turns could not be written.
-        """
-        self._collection.shutdown(timeout)
-
-    def __enter__(self) -> LLMCollector:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
 
     # Knowing
 
@@ -388,6 +291,36 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             self._launches.load_state_dict(state_dict["launches"])
             self._ledger.load_state_dict(state_dict["ledger"])
             self._pool.restore_version(state_dict["policy_version"])
+
+    def evaluate(self, prompts: Any, n: int = 1, key: str | None = None) -> TensorDictBase:
+        """Runs a list of prompts on the collector's policies, beside the training stream, whose order and books stay.
+
+        In the calling thread, while the collection runs in the background or between two batches; environments are
+        built anew from the collector's constructors and closed afterwards. The policies work on both meanwhile. With a
+        seed, the same weights give the same answers each time. ``postproc`` and hooks are not called.
+
+        Args:
+            prompts: what :class:`PromptSource` takes as data.
+            n: trajectories per prompt.
+            key: the field of a mapping that holds the prompt; see :class:`PromptSource`.
+
+        Returns:
+            All turns as one batch, trajectories whole, in the order of the prompts: ``("collector", "group_id")`` is
+            the number of the prompt, ``"group_index"`` that of its trajectory, from 0; ``"traj_ids"`` are the
+            evaluation's own. A prompt that is too long for the policy is left out, with a warning.
+
+        Raises:
+            TypeError: if an environment was passed as an instance.
+            CollectorError: what stopped the evaluation, or that the collector has ended.
+        """
+        constructors = [constructor for constructor in self._constructors if constructor is not None]
+        if len(constructors) < len(self._constructors):
+            raise TypeError("evaluate() builds environments of its own: pass constructors as env=, not instances")
+        check_int("n", n, "an int of at least 1", minimum=1)
+        seed, collection = self._launches.seed, self._collection
+        return evaluate(
+            prompts, n=n, key=key, constructors=constructors, seed=seed, collection=collection, **self._evaluation
+        )
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Not yet supported; a policy that was passed as a module shares its weights with the trainer anyway."""
