@@ -142,9 +142,11 @@ def test_an_evaluation_ends_when_the_collector_is_shut_down() -> None:
 
 
 def test_what_cannot_be_evaluated_says_so() -> None:
-    with LLMCollector(ScriptedEnv(), scripted_echo, steps_per_batch=1) as collector:
-        with pytest.raises(TypeError, match=r"evaluate\(\) builds environments of its own: pass constructors"):
-            collector.evaluate(["a"])
+    with (
+        LLMCollector(ScriptedEnv(), scripted_echo, steps_per_batch=1) as collector,
+        pytest.raises(TypeError, match=r"evaluate\(\) builds environments of its own: pass constructors"),
+    ):
+        collector.evaluate(["a"])
     with build() as collector:
         with pytest.raises(ValueError, match="n=0 is not allowed"):
             collector.evaluate(["q1"], n=0)

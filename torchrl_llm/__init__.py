@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, WorkerError
     from torchrl_llm.policies.options import RunnerOptions
     from torchrl_llm.prompts import PromptSource
+    from torchrl_llm.saving import load_batch, load_replay_buffer, save_batch, save_replay_buffer
 
 __all__ = [
     "CollectorError",
@@ -25,6 +26,10 @@ __all__ = [
     "PromptsExhausted",
     "RunnerOptions",
     "WorkerError",
+    "load_batch",
+    "load_replay_buffer",
+    "save_batch",
+    "save_replay_buffer",
     "split_trajectories",
 ]
 
@@ -37,6 +42,10 @@ _MODULES = {
     "PromptsExhausted": "errors",
     "RunnerOptions": "policies.options",
     "WorkerError": "errors",
+    "load_batch": "saving",
+    "load_replay_buffer": "saving",
+    "save_batch": "saving",
+    "save_replay_buffer": "saving",
     "split_trajectories": "batches",
 }
 
