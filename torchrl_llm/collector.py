@@ -27,7 +27,7 @@ from torchrl_llm.finishing import BatchFinish
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import Collection
-from torchrl_llm.plan import check_int, make_plan
+from torchrl_llm.plan import UNITS, check_int, make_plan
 from torchrl_llm.reading import Reading
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
@@ -69,28 +69,44 @@ class LLMCollector(Reading, metaclass=_DCMeta):
         num_envs: how many slots to build from a single constructor. Defaults to 1.
         steps_per_batch: a batch is exactly so many turns, in the order in which they ended.
         trajectories_per_batch: a batch is so many complete trajectories, each contiguous.
+        groups_per_batch: a batch is so many complete groups, each contiguous: all trajectories of one prompt of a
+            :class:`PromptSource`, to which every environment must be bound (``source.env(make_env)``).
+        order: ``"launch"`` (default for whole trajectories and groups) delivers in the order of launches,
+            ``"completion"`` as they end.
+        window: with ``order="launch"``: how many ended trajectories may wait for an older one before no new ones are
+            begun. Defaults to the number of slots, counted in rows.
+        group_filter: a callable ``group -> bool`` that says which groups are delivered; it gets a lazy stack of turns.
+        oversample: groups that may be under way beyond those of a batch; the first complete ones are delivered. By
+            default there is no limit but the slots and the window.
+        keep_surplus: whether groups that are under way when a batch is full go into the next one; else they are
+            ended, and their prompts handed out again.
         total_steps: turns to deliver in the collector's life; -1 (default) for no end. Exact with ``steps_per_batch``;
-            with ``trajectories_per_batch`` the last trajectory is not cut, and may pass it.
+            the last trajectory or group is not cut, and may pass it.
         replay_buffer: where batches are written by ``start()``, and by a plain loop, which then yields ``None``.
         queue: like ``replay_buffer``, for anything with ``put(item, timeout=)``. A full queue blocks the collector.
             At the end, however it comes, one ``None`` is put.
         postproc: called with each batch; what it returns is delivered. ``None`` delivers nothing (counted in
             :meth:`stats` under ``"postproc_kept"``).
         env_threads: worker threads for environments that block; 0 (default) steps them in the loop's own thread.
+        max_turn_seconds: how long a turn may take, from the request to the end of the environment's step. Calls of
+            environments can be given up only with ``env_threads``.
+        max_trajectory_seconds: how long a trajectory may take, from its first request on.
+        on_timeout: ``"deliver"`` (default) ends what takes too long as truncated, ``"drop"`` records it and tries its
+            prompt again.
         route: which policy gets a new trajectory: ``"least_loaded"`` (default), ``"sticky"`` (an environment always has
             the same policy), ``"paired"`` (environment i has policy i), or a callable ``(env_id, loads) -> policy_id``.
             A trajectory stays with its policy.
         on_error: ``"raise"`` (default) stops and gives the error to the reader; ``"restart"`` drops the trajectory,
-            rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row.
-        groups_per_batch: not yet supported.
+            rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row. A
+            prompt of a source is tried again, up to 3 times.
         max_policy_lag: not yet supported.
-        seed: not yet supported.
+        seed: see :meth:`set_seed`.
         backend: ``None``; ``"ray"`` is not yet supported.
 
     Yields:
         One-dimensional lazy stacks of turns. Besides the environment's and the policy's own keys a turn has, under
         ``"collector"``, the int64 scalars ``traj_ids``, ``step``, ``env_id``, ``policy_id``, ``group_id``,
-        ``policy_version`` and ``policy_version_end``.
+        ``group_index``, ``epoch``, ``policy_version`` and ``policy_version_end``.
 
     Raises:
         TypeError: for an argument that does not exist here, or is of the wrong type.
@@ -228,7 +244,9 @@ class LLMCollector(Reading, metaclass=_DCMeta):
         Returns:
             Counters: ``turns``, ``trajectories`` (delivered whole), ``batches``, ``prompt_tokens``,
             ``response_tokens``, ``errors`` (and ``env_errors``, ``policy_errors``), ``env_restarts``,
-            ``policy_restarts``, ``requests_in_flight``, those of the two equations, and ``recorded_by_reason``.
+            ``policy_restarts``, ``requests_in_flight``, those of the two equations, and ``recorded_by_reason``;
+            ``groups``, ``groups_filtered``, ``groups_failed``, ``groups_surplus``; ``timeouts`` (and
+            ``generation_timeouts``, ``env_timeouts``); ``longest_wait_seconds``, ``most_overtaken``.
         """
         return self._ledger.snapshot() | self._launches.stats()
 
@@ -331,7 +349,7 @@ class LLMCollector(Reading, metaclass=_DCMeta):
 
     def __repr__(self) -> str:
         stats = self.stats()
-        unit = "steps_per_batch" if self.steps_per_batch is not None else "trajectories_per_batch"
+        unit = next(name for name in UNITS if getattr(self, name) is not None)
         return (
             f"{type(self).__name__}({unit}={getattr(self, unit)}, total_steps={self.total_steps}, "
             f"turns={stats['turns']}, in_flight={stats['in_flight']})"
