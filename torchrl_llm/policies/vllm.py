@@ -47,7 +47,7 @@ class ContinuousRunner:
             retokenize=options.retokenize,
         )
         self._tokenizer = self._prompts.tokenizer
-        self._params = _engine_params(policy.sampling_params)
+        self._params = _engine_params(policy.sampling_params, options.prompt_log_probs)
         self._in_flight: dict[Ticket, str] = {}
         self._lock = threading.Lock()
         self._engine = acquire(policy.model)
@@ -123,7 +123,7 @@ class ContinuousRunner:
         self._post(response)
 
 
-def _engine_params(params: Any) -> Any:
+def _engine_params(params: Any, prompt_log_probs: bool) -> Any:
     """The wrapper's sampling parameters, without work whose result the wrapper does not use."""
     from vllm.sampling_params import RequestOutputKind
 
@@ -131,4 +131,6 @@ def _engine_params(params: Any) -> Any:
     params.output_kind = RequestOutputKind.FINAL_ONLY
     # The response is decoded once at its end; only stop strings need its text while it grows.
     params.detokenize = bool(params.stop)
+    if not prompt_log_probs:
+        params.prompt_logprobs, params.skip_reading_prefix_cache = None, False
     return params
