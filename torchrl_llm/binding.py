@@ -52,6 +52,10 @@ class BoundEnv:
         self.source = source
         self.make_env = make_env
 
+    def bound_to(self, source: Prompts) -> BoundEnv:
+        """The same constructor for another source, such as a proxy of this one in another process."""
+        return BoundEnv(source, self.make_env)
+
     def __call__(self) -> EnvBase:
         """Builds the environment.
 

@@ -82,7 +82,10 @@ def evaluate(
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     control = Control(wake=lambda: events.put(None))
     with collection.guest(control):
-        bound = [BoundEnv(source, getattr(make_env, "make_env", make_env)) for make_env in constructors]
+        bound = [
+            make_env.bound_to(source) if isinstance(make_env, BoundEnv) else BoundEnv(source, make_env)
+            for make_env in constructors
+        ]
         slots = build_slots([(make_env, None) for make_env in bound], bound=True)
         shared: Any = SharedPool(pool)
         try:

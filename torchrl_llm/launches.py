@@ -300,13 +300,19 @@ class Launches:
         """Goes on from a state.
 
         Raises:
-            ValueError: if the collector has other sources than the one that was saved.
+            ValueError: if the collector has other sources than the one that was saved, or cannot complete its groups.
         """
         if len(state["sources"]) != len(self.sources):
             raise ValueError(
                 f"the state has {len(state['sources'])} prompt sources and the collector {len(self.sources)}: build it "
                 "like the one that was saved"
             )
+        for saved in state["sources"] if self._plan.groups else ():
+            if any(len(group["undone"]) < saved["repeats"] for group in saved["held"]):
+                raise ValueError(
+                    "the state has groups of which some members were delivered, and this collector delivers groups "
+                    "whole: go on with steps_per_batch or trajectories_per_batch, as before"
+                )
         for source, saved in zip(self.sources, state["sources"], strict=True):
             source.load_state_dict(saved)
         self._next_id, self.seed = state["next_id"], state["seed"]

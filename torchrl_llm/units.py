@@ -100,7 +100,7 @@ class UnitBatcher:
         return len(self._units) + len(self._ready)
 
     def open_units(self) -> list[int]:
-        """Units that have not been made ready for a batch, oldest first."""
+        """Units that are not ready for a batch, oldest first."""
         return list(self._units)
 
     def close(self, unit: int) -> list[Turn]:
@@ -113,12 +113,6 @@ class UnitBatcher:
         self._leave(unit)
         self._settled += 1
         return found.all_turns()
-
-    def take_ready(self) -> list[Turn]:
-        """Gives up the units that are ready and were not popped; returns their turns."""
-        turns = [turn for unit in self._ready for turn in unit]
-        self._ready.clear()
-        return turns
 
     def take_unwanted(self) -> list[list[Turn]]:
         """The units that the filter did not want since the last call."""
