@@ -17,7 +17,7 @@ from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 from torchrl_llm import CollectorError, LLMCollector, PromptSource, split_trajectories
 
 # Short for what is stuck for ever, long for what is not.
-LIMIT = 0.4
+LIMIT = 1.0
 
 
 class Stuck:
@@ -124,6 +124,23 @@ def test_an_instance_that_is_stuck_is_out_of_use_and_without_any_the_collection_
         next(collector)
     assert_settled(collector.stats())
     alone.over.set()
+
+
+def test_a_group_that_no_environment_can_complete_does_not_hold_up_the_others() -> None:
+    stuck = Stuck("q0")
+    lost, going = PromptSource(prompts(3), repeats=2, epochs=1), PromptSource(["p0", "p1", "p2"], repeats=2, epochs=1)
+    envs = [lost.env(lambda: Answered(1, on_step=stuck))(), going.env(lambda: Answered(1))]
+    with LLMCollector(
+        envs, echo, env_threads=2, groups_per_batch=1, window=1, max_turn_seconds=LIMIT, on_timeout="drop"
+    ) as collector:
+        found = [batch[0]["text"] for batch in collector]
+        stats = collector.stats()
+        stuck.over.set()
+    assert found == ["p0", "p1", "p2"]
+    assert stats["groups_failed"] == 1
+    assert_settled(stats)
+    # What was lost is not forgotten: a state would hand it out again.
+    assert [group["undone"] for group in lost.state_dict()["held"]] == [[0, 1]]
 
 
 def test_a_call_that_waits_for_a_thread_leaves_its_environment_as_it_is() -> None:

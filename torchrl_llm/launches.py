@@ -252,6 +252,15 @@ class Launches:
             source.withdraw(member.group_id)
             self._unit_ends.append((unit, "group_failed"))
 
+    def unblock(self) -> bool:
+        """Gives up the groups that no slot can complete, when nothing is under way; returns whether there are any."""
+        hopeless = [] if self._units is None else self._units.open_units()
+        for unit in hopeless:
+            logger.warning("gave up group %d: no environment is left that could complete it", unit)
+            self._ledger.group("failed")
+            self._unit_ends.append((unit, "group_failed"))
+        return bool(hopeless)
+
     def units_to_end(self) -> list[tuple[int, str]]:
         """The units that are to be ended, with the reason; each is then to be ended by :meth:`end_unit`."""
         ends, self._unit_ends = self._unit_ends, []

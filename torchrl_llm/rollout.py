@@ -120,7 +120,7 @@ class Rollout:
                 with contextlib.suppress(queue.Empty):
                     event = self._events.get(timeout=deadlines.seconds_left())
                     self._guarded(lambda event=event: self._handle(event))  # type: ignore[misc]
-            else:
+            elif not self.launches.unblock():
                 return self._batcher.flush() or None
 
     def flush(self) -> list[Turn]:

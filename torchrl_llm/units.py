@@ -100,8 +100,8 @@ class UnitBatcher:
         return len(self._units) + len(self._ready)
 
     def open_units(self) -> list[int]:
-        """Units that are not ready for a batch, oldest first."""
-        return list(self._units)
+        """Units that are not complete, oldest first."""
+        return [unit for unit, state in self._units.items() if not state.complete]
 
     def close(self, unit: int) -> list[Turn]:
         """Gives a unit up; returns the turns that it had, which are not delivered."""

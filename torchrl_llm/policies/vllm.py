@@ -11,7 +11,6 @@ Invariant: each submitted ticket is answered once, unless the runner is closed f
 
 from __future__ import annotations
 
-import copy
 import threading
 from typing import Any
 
@@ -24,7 +23,7 @@ from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
-from torchrl_llm.policies.vllm_outputs import completion_of
+from torchrl_llm.policies.vllm_outputs import completion_of, seeded
 
 
 class ContinuousRunner:
@@ -64,18 +63,9 @@ class ContinuousRunner:
         self._engine.add(
             request_id,
             {"prompt_token_ids": request.token_ids},
-            self._params_for(ticket),
+            seeded(self._params, ticket),
             lambda output, error: self._answer(ticket, request, output, error),
         )
-
-    def _params_for(self, ticket: Ticket) -> Any:
-        """The sampling parameters with a seed for this request: one seed for all would give equal answers."""
-        seed = ticket.sampling_seed(self._params.seed)
-        if seed is None:
-            return self._params
-        params = copy.copy(self._params)
-        params.seed = seed
-        return params
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`."""
