@@ -32,7 +32,7 @@ from torchrl_llm.errors import PromptsExhausted
 from torchrl_llm.prompt_line import Member, Prompts
 
 _building = threading.local()
-_patched = threading.Lock()
+_patched = threading.RLock()  # a bound constructor may call another one
 
 
 class BoundEnv:
@@ -265,9 +265,9 @@ def _no_data_sets_loaded() -> Iterator[None]:
             return load.__func__(**kwargs)
 
         DatasetChatEnv._dataloader_factory = staticmethod(load_nothing)
-        _building.now = True
+        before, _building.now = getattr(_building, "now", False), True
         try:
             yield
         finally:
-            _building.now = False
+            _building.now = before
             DatasetChatEnv._dataloader_factory = load
