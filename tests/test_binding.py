@@ -152,6 +152,19 @@ def test_other_threads_load_their_data_sets_meanwhile() -> None:
     assert called and called != ["KeyError"]
 
 
+@pytest.mark.timeout(60)
+def test_a_constructor_that_calls_a_bound_one_is_bound_to_the_outer_source(tokenizer: Any) -> None:
+    from torchrl.envs.llm.chat import DatasetChatEnv
+
+    before = DatasetChatEnv.__dict__["_dataloader_factory"]
+    inner = PromptSource(["inner"])
+    outer = PromptSource([{"question": "outer", "answer": "#### 5"}])
+    make_env = outer.env(lambda: inner.env(lambda: GSM8KEnv(tokenizer=tokenizer))())
+    assert make_env().reset()["query"] == ["outer"]
+    assert DatasetChatEnv.__dict__["_dataloader_factory"] is before
+    assert inner.state_dict()["next_group"] == 0
+
+
 class TokenEnv(EnvBase):
     """Reads its prompt and everything else from what it is reset with; no name of torchrl's in it."""
 

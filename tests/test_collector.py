@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

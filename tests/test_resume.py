@@ -110,6 +110,17 @@ def test_a_state_does_not_go_into_a_collector_that_has_begun_or_is_built_otherwi
         other.load_state_dict(state)
 
 
+def test_groups_that_were_begun_by_trajectories_are_not_completed_short() -> None:
+    with build("trajectories_per_batch") as first:
+        next(first)
+        state = first.state_dict()
+    with (
+        build("groups_per_batch") as second,
+        pytest.raises(ValueError, match="groups of which some members were delivered"),
+    ):
+        second.load_state_dict(state)
+
+
 def test_a_collector_without_a_source_keeps_its_counters() -> None:
     with LLMCollector(ScriptedEnv, scripted_echo, steps_per_batch=1, total_steps=6) as first:
         for _ in range(4):

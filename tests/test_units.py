@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from torchrl_llm.batches import Trajectory, Turn
+from torchrl_llm.policies.runner import Response, Ticket
 from torchrl_llm.units import UnitBatcher
 
 
@@ -207,3 +208,31 @@ def test_what_a_filter_failed_on_is_not_delivered(order: str) -> None:
     with pytest.raises(ZeroDivisionError):
         batcher.add(ended(0))
     assert batcher.flush() == []
+
+
+def versioned(unit: int, index: int, version: int) -> Turn:
+    answer = Response(Ticket(0, 0, 0, 0, 0), policy_version=version)
+    return Turn(Trajectory(10 * unit + index, 0, 0, unit=unit, group_index=index), 0, TensorDict(), True, answer)
+
+
+@pytest.mark.parametrize("order", ["launch", "completion"])
+def test_what_is_too_old_is_expelled_whole_groups_and_members_of_open_ones(order: str) -> None:
+    batcher = UnitBatcher(2, order)
+    for unit in range(4):
+        batcher.open(unit, 2)
+    # 0 and 2 are complete, 1 and 3 have one member each; versions from 1 on will do.
+    for unit, index, version in ((0, 0, 1), (0, 1, 0), (2, 0, 1), (2, 1, 1), (1, 0, 0), (3, 1, 1)):
+        batcher.add(versioned(unit, index, version))
+    expelled = batcher.expel(lambda version: version < 1)
+    assert sorted((t.trajectory.unit, t.trajectory.group_index) for t in expelled) == [(0, 0), (0, 1), (1, 0)]
+    assert batcher.expel(lambda version: version < 1) == []
+    assert batcher.waiting == (3 if order == "launch" else 1)
+    for unit, index in ((1, 0), (1, 1)):
+        batcher.add(versioned(unit, index, 2))
+    batch = batcher.pop(None)
+    assert batch is not None
+    units = [t.trajectory.unit for t in batch]
+    assert units == ([1, 1, 2, 2] if order == "launch" else [2, 2, 1, 1])
+    batcher.put_back(batch)
+    assert batcher.pop(None) == batch
+    assert batcher.under_way == 1 and batcher.waiting == 0

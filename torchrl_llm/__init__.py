@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrl_llm.prompts import PromptSource
     from torchrl_llm.ray.hooks import WorkerHooks
     from torchrl_llm.ray_collector import RayCollector
+    from torchrl_llm.saving import load_batch, load_replay_buffer, save_batch, save_replay_buffer
 
 __all__ = [
     "CollectorError",
@@ -29,6 +30,10 @@ __all__ = [
     "RunnerOptions",
     "WorkerError",
     "WorkerHooks",
+    "load_batch",
+    "load_replay_buffer",
+    "save_batch",
+    "save_replay_buffer",
     "split_trajectories",
 ]
 
@@ -43,6 +48,10 @@ _MODULES = {
     "RunnerOptions": "policies.options",
     "WorkerError": "errors",
     "WorkerHooks": "ray.hooks",
+    "load_batch": "saving",
+    "load_replay_buffer": "saving",
+    "save_batch": "saving",
+    "save_replay_buffer": "saving",
     "split_trajectories": "batches",
 }
 

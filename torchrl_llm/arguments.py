@@ -86,7 +86,6 @@ RAY_ONLY = (
     "group_affinity",
     "hooks",
 )
-LATER = ("groups_per_batch", "max_policy_lag", "seed")
 
 
 def reject_unknown(arguments: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ Owned by the rollout, and used only by the thread that drives it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -36,6 +37,7 @@ class Trajectory:
         member: the prompt, as the source handed it out.
         identity: what it is, whatever slot it runs in; seeds are made of it.
         turns: how many are finished.
+        due: when it must have ended, see :mod:`torchrl_llm.deadlines`.
     """
 
     id: int
@@ -49,6 +51,7 @@ class Trajectory:
     member: Member | None = None
     identity: tuple[int, ...] = ()
     turns: int = 0
+    due: float = math.inf
 
 
 @dataclass

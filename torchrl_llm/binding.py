@@ -32,7 +32,7 @@ from torchrl_llm.errors import PromptsExhausted
 from torchrl_llm.prompt_line import Member, Prompts
 
 _building = threading.local()
-_patched = threading.Lock()
+_patched = threading.RLock()  # a bound constructor may call another one
 
 
 class BoundEnv:
@@ -51,6 +51,10 @@ class BoundEnv:
             )
         self.source = source
         self.make_env = make_env
+
+    def bound_to(self, source: Prompts) -> BoundEnv:
+        """The same constructor for another source, such as a proxy of this one in another process."""
+        return BoundEnv(source, self.make_env)
 
     def __call__(self) -> EnvBase:
         """Builds the environment.
@@ -261,9 +265,9 @@ def _no_data_sets_loaded() -> Iterator[None]:
             return load.__func__(**kwargs)
 
         DatasetChatEnv._dataloader_factory = staticmethod(load_nothing)
-        _building.now = True
+        before, _building.now = getattr(_building, "now", False), True
         try:
             yield
         finally:
-            _building.now = False
+            _building.now = before
             DatasetChatEnv._dataloader_factory = load

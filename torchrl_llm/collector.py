@@ -8,26 +8,27 @@ collector, so that dropping the last reference to the collector ends the thread.
 from __future__ import annotations
 
 import abc
-import contextlib
 import queue as queue_module
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
-from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 
 from torchrl_llm import arguments
 from torchrl_llm.assembly import build_policies, build_slots
-from torchrl_llm.batches import Turn, stack_turns
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
+from torchrl_llm.deadlines import make_limits
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.evaluation import evaluate
+from torchrl_llm.finishing import BatchFinish
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
-from torchrl_llm.lifecycle import END, Collection
-from torchrl_llm.plan import check_int, make_plan
+from torchrl_llm.lifecycle import Collection
+from torchrl_llm.plan import UNITS, check_int, make_plan
+from torchrl_llm.reading import Reading
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.seeds import check_seed, next_seed
@@ -65,7 +66,7 @@ def ray_collector(cls: type, *args: Any, **kwargs: Any) -> Any:
     return RayCollector(*args, collector_class=cls, **kwargs)
 
 
-class LLMCollector(BaseCollector, metaclass=_DCMeta):
+class LLMCollector(Reading, metaclass=_DCMeta):
     """Collects turns of language-model policies in environments.
 
     Every environment is a slot that sends its next request the moment it is ready, and every policy answers request by
@@ -83,33 +84,49 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         num_envs: how many slots to build from a single constructor. Defaults to 1.
         steps_per_batch: a batch is exactly so many turns, in the order in which they ended.
         trajectories_per_batch: a batch is so many complete trajectories, each contiguous.
+        groups_per_batch: a batch is so many complete groups, each contiguous: all trajectories of one prompt of a
+            :class:`PromptSource`, to which every environment must be bound (``source.env(make_env)``).
+        order: ``"launch"`` (default for whole trajectories and groups) delivers in the order of launches,
+            ``"completion"`` as they end.
+        window: with ``order="launch"``: how many ended trajectories may wait for an older one before no new ones are
+            begun. Defaults to the number of slots, counted in rows.
+        group_filter: a callable ``group -> bool`` that says which groups are delivered; it gets a lazy stack of turns.
+        oversample: groups that may be under way beyond those of a batch; the first complete ones are delivered. By
+            default there is no limit but the slots and the window.
+        keep_surplus: whether groups that are under way when a batch is full go into the next one; else they are
+            ended, and their prompts handed out again.
         total_steps: turns to deliver in the collector's life; -1 (default) for no end. Exact with ``steps_per_batch``;
-            with ``trajectories_per_batch`` the last trajectory is not cut, and may pass it.
+            the last trajectory or group is not cut, and may pass it.
         replay_buffer: where batches are written by ``start()``, and by a plain loop, which then yields ``None``.
         queue: like ``replay_buffer``, for anything with ``put(item, timeout=)``. A full queue blocks the collector.
             At the end, however it comes, one ``None`` is put.
         postproc: called with each batch; what it returns is delivered. ``None`` delivers nothing (counted in
             :meth:`stats` under ``"postproc_kept"``).
         env_threads: worker threads for environments that block; 0 (default) steps them in the loop's own thread.
+        max_turn_seconds: how long a turn may take, from the request to the end of the environment's step. Calls of
+            environments can be given up only with ``env_threads``.
+        max_trajectory_seconds: how long a trajectory may take, from its first request on.
+        on_timeout: ``"deliver"`` (default) ends what takes too long as truncated, ``"drop"`` records it and tries its
+            prompt again.
         route: which policy gets a new trajectory: ``"least_loaded"`` (default), ``"sticky"`` (an environment always has
             the same policy), ``"paired"`` (environment i has policy i), or a callable ``(env_id, loads) -> policy_id``.
             A trajectory stays with its policy.
         on_error: ``"raise"`` (default) stops and gives the error to the reader; ``"restart"`` drops the trajectory,
-            rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row.
-        groups_per_batch: not yet supported.
+            rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row. A
+            prompt of a source is tried again, up to 3 times.
         max_policy_lag: not yet supported.
         update_mode: what becomes of the responses that are being made at a weight update: ``"continue"`` (default),
             ``"wait"`` or ``"restart"``; see :meth:`update_policy_weights_`.
         track_token_versions: whether turns have ``("collector", "token_versions")``, int64 of shape ``(T,)``: the
             version of the weights that made each token of the response.
-        seed: not yet supported.
+        seed: see :meth:`set_seed`.
         backend: ``None`` collects in this process; ``"ray"`` gives a :class:`RayCollector`, whose workers are
             collectors of this class, and takes its arguments too.
 
     Yields:
         One-dimensional lazy stacks of turns. Besides the environment's and the policy's own keys a turn has, under
         ``"collector"``, the int64 scalars ``traj_ids``, ``step``, ``env_id``, ``policy_id``, ``group_id``,
-        ``policy_version`` and ``policy_version_end``.
+        ``group_index``, ``epoch``, ``policy_version`` and ``policy_version_end``.
 
     Raises:
         TypeError: for an argument that does not exist here, or is of the wrong type.
@@ -154,6 +171,9 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         queue: Any = None,
         postproc: Callable[[TensorDictBase], TensorDictBase | None] | None = None,
         env_threads: int = 0,
+        max_turn_seconds: float | None = None,
+        max_trajectory_seconds: float | None = None,
+        on_timeout: str = "deliver",
         route: str | Route = "least_loaded",
         max_policy_lag: int | None = None,
         update_mode: str = "continue",
@@ -180,6 +200,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         )
         check_int("total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1)
         check_int("env_threads", env_threads, "an int of at least 0", minimum=0)
+        limits = make_limits(max_turn_seconds, max_trajectory_seconds, on_timeout)
         if seed is not None:
             check_seed(seed)
         if postproc is not None and not callable(postproc):
@@ -219,121 +240,25 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             ledger=self._ledger,
             restart=restart,
             env_threads=env_threads,
+            limits=limits,
             events=events,
             control=control,
         )
         if seed is not None:
             self._launches.set_seed(seed)
+        self._constructors = [constructor for constructor, _ in envs]
+        self._evaluation: dict[str, Any] = {
+            "pool": pool,
+            "route": route,
+            "router": router,
+            "env_threads": env_threads,
+            "limits": limits,
+        }
         self._control = control
         self._pool = pool
-        self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self), sink)
+        self._collection = Collection(rollout, control, self._ledger, BatchFinish(self), sink)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
-
-    # Reading
-
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """The collector itself: a loop that was left goes on where it was."""
-        return self
-
-    def __next__(self) -> TensorDictBase | None:
-        """The next batch; ``None`` if it was written to the buffer or queue that the collector has.
-
-        Raises:
-            StopIteration: at the end.
-            CollectorError: what stopped the collection, at every call.
-        """
-        batch = self._collection.read()
-        if batch is END:
-            raise StopIteration
-        return batch
-
-    def next(self) -> TensorDictBase | None:
-        """Like ``next(collector)``, but ``None`` at the end, as in TorchRL."""
-        return next(self, None)
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        """The collector's iterator, as TorchRL's collectors have it."""
-        yield from self
-
-    def __len__(self) -> int:
-        """Batches in the collector's life, with ``steps_per_batch`` and ``total_steps``."""
-        if self.total_steps < 0 or self.steps_per_batch is None:
-            raise TypeError("the collector has a length only with steps_per_batch and total_steps")
-        return -(-self.total_steps // self.steps_per_batch)
-
-    def start(self, target: Any = None) -> None:
-        """Collects in the background, into a replay buffer or a queue.
-
-        Args:
-            target: a replay buffer (has ``extend``) or a queue (has ``put``); defaults to the constructor's.
-
-        Raises:
-            TypeError: if there is no target, or it cannot be written to.
-            CollectorError: if the collection runs already, failed, or has ended.
-        """
-        sink = self._sink
-        if target is not None:
-            is_buffer = callable(getattr(target, "extend", None))
-            sink = make_sink(target if is_buffer else None, None if is_buffer else target)
-        if sink is None:
-            raise TypeError("start() needs a target: pass a replay buffer or a queue, here or to the constructor")
-        self._sink = sink
-        self._collection.start(sink)
-
-    def is_running(self) -> bool:
-        """Whether the collection runs in the background."""
-        return self._collection.is_running()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Waits for what ``start()`` began.
-
-        Args:
-            timeout: seconds to wait; ``None`` for as long as it takes.
-
-        Returns:
-            ``True`` if it has ended, ``False`` if ``timeout`` was not enough.
-
-        Raises:
-            CollectorError: what stopped the run.
-        """
-        return self._collection.join(timeout)
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Brings the collection to rest inside the ``with`` block.
-
-        On entry the loop has come to rest: it calls no environment, sends no request and delivers no batch. What is
-        in flight in an engine or on an environment thread goes on, and is taken up afterwards. Safe from any thread.
-        """
-        with self._control.pause():
-            yield
-
-    # Ending
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Ends the collection, from any thread. Idempotent; never hangs on a full queue or a long generation.
-
-        What is in flight is aborted and recorded. Finished turns are still written to the buffer or queue that the
-        collection writes to. What was built from constructors is closed, what was passed as an instance is not.
-
-        Args:
-            timeout: seconds to wait for a call of an environment or a batched policy that is under way, which nothing
-                can interrupt; a ``RuntimeWarning`` names what was still busy. Defaults to 30, and to 0 after an earlier
-                call has waited in vain.
-            close_env: ignored; for TorchRL's sake.
-            raise_on_error: ignored; an error is raised by the call that reads, and by :meth:`join`.
-
-        Raises:
-            CollectorError: if finished turns could not be written.
-        """
-        self._collection.shutdown(timeout)
-
-    def __enter__(self) -> LLMCollector:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
 
     # Knowing
 
@@ -346,7 +271,9 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         Returns:
             Counters: ``turns``, ``trajectories`` (delivered whole), ``batches``, ``prompt_tokens``,
             ``response_tokens``, ``errors`` (and ``env_errors``, ``policy_errors``), ``env_restarts``,
-            ``policy_restarts``, ``requests_in_flight``, those of the two equations, and ``recorded_by_reason``.
+            ``policy_restarts``, ``requests_in_flight``, those of the two equations, and ``recorded_by_reason``;
+            ``groups``, ``groups_filtered``, ``groups_failed``, ``groups_surplus``; ``timeouts`` (and
+            ``generation_timeouts``, ``env_timeouts``); ``longest_wait_seconds``, ``most_overtaken``.
         """
         return self._ledger.snapshot() | self._weights.stats() | self._launches.stats()
 
@@ -444,37 +371,43 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         self._collection.check_open()
         self._weights.update(source, version, update_mode)
 
+    def evaluate(self, prompts: Any, n: int = 1, key: str | None = None) -> TensorDictBase:
+        """Runs a list of prompts on the collector's policies, beside the training stream, whose order and books stay.
+
+        In the calling thread, while the collection runs in the background or between two batches; environments are
+        built anew from the collector's constructors and closed afterwards. The policies work on both meanwhile. With a
+        seed, the same weights give the same answers each time. ``postproc`` and hooks are not called.
+
+        Args:
+            prompts: what :class:`PromptSource` takes as data.
+            n: trajectories per prompt.
+            key: the field of a mapping that holds the prompt; see :class:`PromptSource`.
+
+        Returns:
+            All turns as one batch, trajectories whole, in the order of the prompts: ``("collector", "group_id")`` is
+            the number of the prompt, ``"group_index"`` that of its trajectory, from 0; ``"traj_ids"`` are the
+            evaluation's own. A prompt that is too long for the policy is left out, with a warning.
+
+        Raises:
+            TypeError: if an environment was passed as an instance.
+            CollectorError: what stopped the evaluation, or that the collector has ended.
+        """
+        constructors = [constructor for constructor in self._constructors if constructor is not None]
+        if len(constructors) < len(self._constructors):
+            raise TypeError("evaluate() builds environments of its own: pass constructors as env=, not instances")
+        check_int("n", n, "an int of at least 1", minimum=1)
+        seed, collection = self._launches.seed, self._collection
+        return evaluate(
+            prompts, n=n, key=key, constructors=constructors, seed=seed, collection=collection, **self._evaluation
+        )
+
     def __reduce__(self) -> Any:
         raise TypeError("a collector has threads and engines and cannot be pickled: pickle its constructors instead")
 
     def __repr__(self) -> str:
         stats = self.stats()
-        unit = "steps_per_batch" if self.steps_per_batch is not None else "trajectories_per_batch"
+        unit = next(name for name in UNITS if getattr(self, name) is not None)
         return (
             f"{type(self).__name__}({unit}={getattr(self, unit)}, total_steps={self.total_steps}, "
             f"turns={stats['turns']}, in_flight={stats['in_flight']})"
         )
-
-
-class _BatchFinish:
-    """Stacks turns and runs the collector's ``postproc`` and hooks, without keeping the collector alive."""
-
-    def __init__(self, collector: LLMCollector) -> None:
-        self._collector = weakref.ref(collector)
-        self._postproc = collector.postproc
-
-    @property
-    def looks(self) -> bool:
-        """Whether anybody sees batches before they are delivered."""
-        collector = self._collector()
-        return self._postproc is not None or (collector is not None and collector.post_collect_hook is not None)
-
-    def __call__(self, turns: list[Turn]) -> TensorDictBase | None:
-        batch = stack_turns(turns)
-        finished = batch if self._postproc is None else self._postproc(batch)
-        if finished is not None and not isinstance(finished, TensorDictBase):
-            raise CollectorError(f"postproc returned {type(finished).__name__}; a TensorDict or None is needed")
-        collector = self._collector()
-        if finished is not None and collector is not None and collector.post_collect_hook is not None:
-            collector.post_collect_hook(finished)
-        return finished

@@ -5,7 +5,7 @@ With ``threads=0`` a job runs at once in the caller's thread, and its outcome is
 has its next request in the engine before the next slot is looked at.
 
 The threads are daemons: an environment that never returns cannot keep the process from ending. They own nothing; a
-slot is lent to one of them for the time of a job.
+slot is lent to one of them for the time of a job, and an environment that never returns is left to it for good.
 """
 
 from __future__ import annotations
@@ -21,6 +21,17 @@ from torchrl_llm.policies.runner import IDLE_SECONDS
 
 Job = Callable[[], Any]
 Done = Callable[[Any, "BaseException | None"], None]
+
+
+@dataclass(eq=False)
+class Call:
+    """A job on its way, to give it up by."""
+
+    job: Job
+    done: Done
+    given_up: bool = False
+    finished: bool = False
+    thread: threading.Thread | None = None
 
 
 @dataclass
@@ -43,25 +54,56 @@ class EnvThreads:
     def __init__(self, threads: int, post: Callable[[EnvEvent], None]) -> None:
         self._post = post
         self._closing = False
-        self._jobs: queue.SimpleQueue[tuple[Job, Done] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"torchrl_llm-env-{index}", daemon=True)
-            for index in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._jobs: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._count = 0
+        self._threads: list[threading.Thread] = []
+        self._stuck: list[threading.Thread] = []
+        for _ in range(threads):
+            self._add_thread()
 
-    def submit(self, job: Job, done: Done) -> None:
-        """Runs ``job``, now or on a worker thread, and posts its outcome."""
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"torchrl_llm-env-{self._count}", daemon=True)
+        self._count += 1
+        self._threads.append(thread)
+        thread.start()
+
+    def submit(self, job: Job, done: Done) -> Call | None:
+        """Runs ``job``, now or on a worker thread, and posts its outcome.
+
+        Returns:
+            What :meth:`give_up` takes; ``None`` if the job has been run.
+        """
         if self._threads:
-            self._jobs.put((job, done))
-            return
+            call = Call(job, done)
+            self._jobs.put(call)
+            return call
         value = error = None
         try:
             value = job()
         except Exception as raised:
             error = raised
         done(value, error)
+        return None
+
+    def give_up(self, call: Call) -> bool | None:
+        """Forgets a job: its outcome is not posted. Another thread takes the place of one that is stuck in it.
+
+        Returns:
+            Whether the job has begun, so that a thread is in it; one that has not is never run. ``None`` if it is over
+            and cannot be given up: its outcome is posted.
+        """
+        with self._lock:
+            if call.finished:
+                return None
+            call.given_up = True
+            stuck = call.thread
+        if stuck is None:
+            return False
+        self._threads.remove(stuck)
+        self._stuck.append(stuck)
+        self._add_thread()
+        return True
 
     def close(self, deadline: float) -> list[str]:
         """Ends the threads after the jobs that they are in; returns the names of those still busy at ``deadline``.
@@ -74,14 +116,28 @@ class EnvThreads:
         deadline = max(deadline, time.monotonic() + IDLE_SECONDS)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return [thread.name for thread in self._threads if thread.is_alive()]
+        # A thread that was given up is not waited for.
+        return [thread.name for thread in (*self._threads, *self._stuck) if thread.is_alive()]
 
     def _work(self) -> None:
-        while (item := self._jobs.get()) is not None and not self._closing:
-            job, done = item
-            event = EnvEvent(done)
+        while (call := self._jobs.get()) is not None and not self._closing:
+            if not self._begin(call):
+                continue
+            event = EnvEvent(call.done)
             try:
-                event.value = job()
+                event.value = call.job()
             except BaseException as error:  # also SystemExit: this thread is the only one that can tell
                 event.error = error
+            if not self._finish(call):
+                return  # Another thread has taken this one's place.
             self._post(event)
+
+    def _begin(self, call: Call) -> bool:
+        with self._lock:
+            call.thread = threading.current_thread()
+            return not call.given_up
+
+    def _finish(self, call: Call) -> bool:
+        with self._lock:
+            call.finished = not call.given_up
+            return call.finished

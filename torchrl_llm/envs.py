@@ -13,6 +13,7 @@ environment thread, during which the rollout does not touch the slot.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from torchrl.envs.llm import DataLoadingPrimer
 from torchrl_llm.batches import Trajectory
 from torchrl_llm.binding import PromptFeed, find_feed
 from torchrl_llm.bridge import KeyBridge, merge_entry, shallow_copy
+from torchrl_llm.env_threads import Call
 from torchrl_llm.errors import EnvError, PromptsExhausted
 from torchrl_llm.policies.runner import Response, Ticket
 from torchrl_llm.prompt_line import Prompts
@@ -47,11 +49,14 @@ class Row:
     answer: Response | None = None
     carry: Any = None
     abandoned: str | None = None
+    timed_out: bool = False
+    due: float = math.inf
 
     def clear(self) -> None:
         """Makes the row free for a new trajectory."""
         self.trajectory = self.observation = self.response = self.request = None
         self.ticket = self.answer = self.carry = self.abandoned = None
+        self.timed_out = False
 
 
 class Slot:
@@ -74,7 +79,9 @@ class Slot:
         self.failures_in_row = 0
         self.prompts_skipped_in_row = 0
         self.exhausted = False
+        self.out_of_use = False
         self.begun_trajectories = 0
+        self.call: Call | None = None
         # A seed that the environment gets before its next reset.
         self.new_seed: int | None = None
         # Places that were taken for the reset that is under way, see torchrl_llm.launches.
@@ -122,14 +129,30 @@ class Slot:
             finally:
                 self._in_call.release()
 
+    def leave_env(self) -> None:
+        """Leaves the environment to the thread that is stuck in it, which closes it, and builds another.
+
+        Raises what the constructor raises. An environment that was passed as an instance cannot be replaced: the slot
+        is out of use.
+        """
+        if self.constructor is None:
+            self.exhausted = self.out_of_use = True
+            return
+        self._in_call = threading.Lock()
+        self._closed = True
+        self.rebuild()
+
     def _close_env(self) -> None:
         if self.constructor is None or self._closed:
             return
         self._closed = True
+        self._close(self.env)
+
+    def _close(self, env: EnvBase) -> None:
         # TorchRL calls most environments closed from the beginning, so that is_closed says nothing.
-        options = {"raise_if_closed": False} if "raise_if_closed" in signature(self.env.close).parameters else {}
+        options = {"raise_if_closed": False} if "raise_if_closed" in signature(env.close).parameters else {}
         try:
-            self.env.close(**options)
+            env.close(**options)
         except Exception as error:
             # It is being given up anyway, and the others must still be closed.
             warnings.warn(
@@ -139,11 +162,14 @@ class Slot:
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         """Held during a call of the environment."""
+        env = self.env
         try:
             with self._in_call:
                 yield
         finally:
-            if self._ended:
+            if env is not self.env:
+                self._close(env)  # It was left meanwhile.
+            elif self._ended:
                 self.close()
 
     def reset(self) -> list[tuple[int, TensorDictBase]]:

@@ -137,6 +137,20 @@ class Failures:
         self._ledger.restart("env")
         return True
 
+    def env_stuck(self, slot: Slot, slots: list[Slot]) -> None:
+        """Replaces an environment that does not come back; one that was passed as an instance is out of use."""
+        try:
+            slot.leave_env()
+        except Exception as error:
+            message = f"the env did not come back and cannot be rebuilt: {type(error).__name__}: {error}"
+            self.end_collection(EnvError(message, slot=slot.env_id), error)
+            return
+        if not slot.out_of_use:
+            self._ledger.restart("env")
+        elif all(other.out_of_use for other in slots):
+            message = "no environment is left: one that was passed as an instance cannot be rebuilt when it is stuck"
+            self.end_collection(EnvError(message, slot=slot.env_id))
+
     def end_trajectory(self, row: Row, reason: str) -> Trajectory:
         """Ends a row's trajectory without delivering it."""
         trajectory = row.trajectory

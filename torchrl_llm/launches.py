@@ -252,6 +252,15 @@ class Launches:
             source.withdraw(member.group_id)
             self._unit_ends.append((unit, "group_failed"))
 
+    def unblock(self) -> bool:
+        """Gives up the groups that no slot can complete, when nothing is under way; returns whether there are any."""
+        hopeless = [] if self._units is None else self._units.open_units()
+        for unit in hopeless:
+            logger.warning("gave up group %d: no environment is left that could complete it", unit)
+            self._ledger.group("failed")
+            self._unit_ends.append((unit, "group_failed"))
+        return bool(hopeless)
+
     def units_to_end(self) -> list[tuple[int, str]]:
         """The units that are to be ended, with the reason; each is then to be ended by :meth:`end_unit`."""
         ends, self._unit_ends = self._unit_ends, []
@@ -301,13 +310,19 @@ class Launches:
         """Goes on from a state.
 
         Raises:
-            ValueError: if the collector has other sources than the one that was saved.
+            ValueError: if the collector has other sources than the one that was saved, or cannot complete its groups.
         """
         if len(state["sources"]) != len(self.sources):
             raise ValueError(
                 f"the state has {len(state['sources'])} prompt sources and the collector {len(self.sources)}: build it "
                 "like the one that was saved"
             )
+        for saved in state["sources"] if self._plan.groups else ():
+            if any(len(group["undone"]) < saved["repeats"] for group in saved["held"]):
+                raise ValueError(
+                    "the state has groups of which some members were delivered, and this collector delivers groups "
+                    "whole: go on with steps_per_batch or trajectories_per_batch, as before"
+                )
         for source, saved in zip(self.sources, state["sources"], strict=True):
             source.load_state_dict(saved)
         self._next_id, self.seed = state["next_id"], state["seed"]

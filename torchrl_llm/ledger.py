@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any
 
 _NUMBERS = ("launched", "delivered", "turns_finished", "turns_delivered", "batches", "prompt_tokens", "response_tokens")
-_COUNTERS = ("errors", "restarts", "groups")
+_COUNTERS = ("errors", "restarts", "groups", "timeouts")
 
 
 class Ledger:
@@ -50,6 +50,7 @@ class Ledger:
         self._restarts: Counter[str] = Counter()
         self._requests_in_flight = 0
         self._groups: Counter[str] = Counter()
+        self._timeouts: Counter[str] = Counter()
 
     def launch(self, trajectory: int) -> None:
         """Counts a trajectory as launched and in flight."""
@@ -115,6 +116,11 @@ class Ledger:
         with self._lock:
             self._requests_in_flight += change
 
+    def timeout(self, kind: str) -> None:
+        """Counts what took too long by its kind (``"generation"``, ``"env"``)."""
+        with self._lock:
+            self._timeouts[kind] += 1
+
     def group(self, kind: str, count: int = 1) -> None:
         """Counts groups by what became of them (``"delivered"``, ``"filtered"``, ``"failed"``, ``"surplus"``)."""
         with self._lock:
@@ -174,6 +180,9 @@ class Ledger:
                 "env_restarts": self._restarts["env"],
                 "policy_restarts": self._restarts["policy"],
                 "requests_in_flight": self._requests_in_flight,
+                "timeouts": self._timeouts.total(),
+                "generation_timeouts": self._timeouts["generation"],
+                "env_timeouts": self._timeouts["env"],
                 "groups": self._groups["delivered"],
                 "groups_filtered": self._groups["filtered"],
                 "groups_failed": self._groups["failed"],

@@ -12,11 +12,12 @@ ends the thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -68,6 +69,7 @@ class Collection:
         self._finish_batch = finish_batch
         self._sink = sink
         self._changed = threading.Condition()
+        self._guests: list[Control] = []
         self._driver: int | None = None
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
@@ -224,6 +226,24 @@ class Collection:
         self._raise_error()
         return True
 
+    @contextlib.contextmanager
+    def guest(self, control: Control) -> Iterator[None]:
+        """Held by a rollout that uses the collection's policies; it is stopped when they end.
+
+        Raises:
+            CollectorError: if they have ended: the collection finished, failed or was shut down.
+        """
+        with self._changed:
+            self._raise_error()
+            if self._released or self._control.stopping:
+                raise CollectorError("the collector has ended, and its policies with it: evaluate before that")
+            self._guests.append(control)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._guests.remove(control)
+
     # Ending
 
     def shutdown(self, timeout: float | None) -> None:
@@ -344,6 +364,9 @@ class Collection:
             if self._released:
                 return
             self._released = True
+            guests = list(self._guests)
+        for control in guests:
+            control.stop()
         try:
             busy = self._rollout.close(deadline)
         finally:

@@ -20,8 +20,9 @@ from torchrl.collectors import BaseCollector
 
 from torchrl_llm import arguments as local_arguments
 from torchrl_llm.budget import Budget
-from torchrl_llm.collector import EXIT_SECONDS, LLMCollector, _BatchFinish
+from torchrl_llm.collector import EXIT_SECONDS, LLMCollector
 from torchrl_llm.control import Control
+from torchrl_llm.finishing import BatchFinish
 from torchrl_llm.lifecycle import Collection
 from torchrl_llm.ray.arguments import check_ray_arguments, check_sendable, dry_run
 from torchrl_llm.ray.books import ClusterBooks
@@ -197,7 +198,7 @@ class RayCollector(LLMCollector):
         self._plan, self._prompts, self._weights = plan, prompts, weights  # type: ignore[assignment]
         self._ledger = books  # type: ignore[assignment]
         self._control = control
-        finish = _RayFinish(_BatchFinish(self), self._rollout)
+        finish = _RayFinish(BatchFinish(self), self._rollout)
         self._collection = Collection(self._rollout, control, books, finish, self._sink)  # type: ignore[arg-type]
         self._rollout.send_to(self._sink)
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
@@ -366,7 +367,7 @@ class RayCollector(LLMCollector):
 class _RayFinish:
     """Makes the reader's batch of arrived turns; lets one that nobody has to see on the driver pass unread."""
 
-    def __init__(self, finish: _BatchFinish, rollout: RayRollout) -> None:
+    def __init__(self, finish: BatchFinish, rollout: RayRollout) -> None:
         self._finish = finish
         self._rollout = rollout
 

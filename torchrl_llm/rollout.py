@@ -12,18 +12,19 @@ The loop knows nothing of vLLM, Ray or sinks. All its state belongs to the threa
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 
 from torchrl_llm.batches import Batcher, Turn
 from torchrl_llm.bridge import show
 from torchrl_llm.control import Control
-from torchrl_llm.env_threads import EnvEvent, EnvThreads
+from torchrl_llm.deadlines import Limits
+from torchrl_llm.env_threads import Done, EnvEvent, EnvThreads, Job
 from torchrl_llm.envs import Row, Slot
 from torchrl_llm.errors import CollectorError, PromptTooLong
 from torchrl_llm.failures import Failures
@@ -31,6 +32,7 @@ from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Response, Ticket
+from torchrl_llm.timeouts import Timeouts, mark_end
 
 
 class Rollout:
@@ -44,6 +46,7 @@ class Rollout:
         ledger: the books.
         restart: whether a failed environment or policy is rebuilt, instead of ending the collection.
         env_threads: worker threads for environments.
+        limits: how long things may take.
         events: the loop's queue; responses to its requests are posted there.
         control: stop and pause.
     """
@@ -58,23 +61,27 @@ class Rollout:
         ledger: Ledger,
         restart: bool,
         env_threads: int,
+        limits: Limits,
         events: queue.SimpleQueue[Response | EnvEvent | None],
         control: Control,
     ) -> None:
         self.slots = slots
         self.pool = pool
         self.threads = EnvThreads(env_threads, events.put)
-        self._launches = launches
+        self.launches = launches
         self._batcher = batcher
         self._ledger = ledger
-        self._failures = Failures(pool, batcher, ledger, restart, launches)
+        self.failures = Failures(pool, batcher, ledger, restart, launches)
+        self._timeouts = Timeouts(limits, ledger)
         self._events = events
         self._control = control
-        self._work: deque[Callable[[], None]] = deque(self._advancing(slot) for slot in slots)
+        self._work: deque[Callable[[], None]] = deque()
         # Slots that wait for leave to begin a trajectory (by their source), or the next turn of one; each in order of
         # arrival.
         self._parked: defaultdict[tuple[bool, int], deque[Slot]] = defaultdict(deque)
         self._begun = 0
+        for slot in slots:
+            self.advance_later(slot)
 
     def next_batch(self) -> list[Turn] | None:
         """Runs until a batch is ready; ``None`` when there will be no more.
@@ -85,29 +92,35 @@ class Rollout:
             CollectorError: what stopped the collection.
             Stopped: if another thread told the collection to stop.
         """
+        deadlines = self._timeouts.deadlines
         while True:
+            deadlines.rest()
             self._control.checkpoint()
-            left = self._launches.left()
+            left = self.launches.left()
             if left == 0:
                 return None
             batch = self._batcher.pop(left)
             if batch is not None:
-                self._launches.batch_made()
+                self.launches.batch_made()
                 self._end_units()
                 return batch
-            if self._failures.fatal is not None:
+            if self.failures.fatal is not None:
                 rest = self._batcher.flush()
                 if rest:
                     return rest
-                raise self._failures.fatal
+                raise self.failures.fatal
+            deadlines.resume()
             self._end_units()
             self._unpark()
+            for late in deadlines.expired():
+                self._guarded(lambda late=late: self._timeouts.expire(late, self))  # type: ignore[misc]
             if self._work:
                 self._guarded(self._work.popleft())
             elif self._begun:
-                event = self._events.get()
-                self._guarded(lambda event=event: self._handle(event))  # type: ignore[misc]
-            else:
+                with contextlib.suppress(queue.Empty):
+                    event = self._events.get(timeout=deadlines.seconds_left())
+                    self._guarded(lambda event=event: self._handle(event))  # type: ignore[misc]
+            elif not self.launches.unblock():
                 return self._batcher.flush() or None
 
     def flush(self) -> list[Turn]:
@@ -127,10 +140,10 @@ class Rollout:
         try:
             work()
         except CollectorError as failure:
-            self._failures.end_collection(failure)
+            self.failures.end_collection(failure)
         except Exception as error:
             message = f"the rollout failed: {type(error).__name__}: {error}"
-            self._failures.end_collection(CollectorError(message), error)
+            self.failures.end_collection(CollectorError(message), error)
 
     def _handle(self, event: Response | EnvEvent | None) -> None:
         if isinstance(event, Response):
@@ -140,41 +153,47 @@ class Rollout:
 
     # Slots: reset -> submit -> step -> turns -> (reset | submit)
 
-    def _advancing(self, slot: Slot) -> Callable[[], None]:
-        return lambda: self._advance(slot)
+    def advance_later(self, slot: Slot) -> None:
+        """The slot is to get its next task."""
+        self._work.append(lambda: self._advance(slot))
 
     def _advance(self, slot: Slot) -> None:
         """Gives a slot its next task: prompts for its free rows, or requests for what it observes."""
-        if self._failures.fatal is not None:
+        if self.failures.fatal is not None:
             return
         free = sum(row.trajectory is None for row in slot.rows)
         idle = free == len(slot.rows)
         if idle and slot.exhausted:
             return
-        if not self._launches.may_begin(self._begun, idle, slot):
+        if not self.launches.may_begin(self._begun, idle, slot):
             self._park(slot, idle)
-        elif free and not slot.exhausted and self._launches.reserve(slot, self._begun):
+        elif free and not slot.exhausted and self.launches.reserve(slot, self._begun):
             self._reserve(slot, len(slot.rows))
-            slot.in_call = True
-            self.threads.submit(slot.reset, lambda value, error: self._on_reset(slot, value, error))
+            self._call(slot, slot.reset, lambda value, error: self._on_reset(slot, value, error))
         elif idle:
             self._park(slot, idle)
         else:
             self._submit(slot)
 
     def _env_failed(self, slot: Slot, call: str, error: BaseException) -> None:
-        if self._failures.env_failed(slot, call, error):
-            self._work.append(self._advancing(slot))
+        if self.failures.env_failed(slot, call, error):
+            self.advance_later(slot)
+
+    def _call(self, slot: Slot, job: Job, done: Done) -> None:
+        slot.in_call = True
+        self._timeouts.called(slot)
+        slot.call = self.threads.submit(job, done)
 
     def _reserve(self, slot: Slot, turns: int) -> None:
         """Notes how many turns of the slot have begun and are not finished."""
         self._begun += turns - slot.begun
         slot.begun = turns
 
-    def _returned(self, slot: Slot) -> None:
+    def returned(self, slot: Slot) -> None:
         """The environment's call has returned: what was abandoned meanwhile ends now."""
         self._reserve(slot, 0)
         slot.in_call = False
+        self._timeouts.returned(slot)
         for row in slot.rows:
             if row.abandoned is not None:
                 self.abandon(slot, row, row.abandoned)
@@ -186,34 +205,34 @@ class Rollout:
         """Takes up parked slots that may begin now: a delivery, a failure or an update may have made room."""
         for (new, _), parked in self._parked.items():
             moved = 0
-            while parked and self._launches.may_begin(self._begun + moved, new, parked[0]):
-                self._work.append(self._advancing(parked.popleft()))
+            while parked and self.launches.may_begin(self._begun + moved, new, parked[0]):
+                self.advance_later(parked.popleft())
                 moved += 1
 
     def _on_reset(
         self, slot: Slot, observations: list[tuple[int, TensorDictBase]], error: BaseException | None
     ) -> None:
-        self._returned(slot)
+        self.returned(slot)
         reserved, slot.reserved = slot.reserved, []
         if error is not None:
-            self._launches.release(reserved, "failed")
+            self.launches.release(reserved, "failed")
             self._env_failed(slot, "reset", error)
             return
         slot.exhausted = len(observations) < len(reserved)
-        self._launches.release(reserved[len(observations) :], "surplus")
+        self.launches.release(reserved[len(observations) :], "surplus")
         for (index, observation), reservation in zip(observations, reserved, strict=False):
             row = slot.rows[index]
-            row.trajectory = self._launches.begin(slot, reservation)
+            row.trajectory = self.launches.begin(slot, reservation)
             if row.trajectory is None:
                 continue
             row.observation = observation
             problem = self._prepare(slot, row, carry=None)
             if isinstance(problem, PromptTooLong):
-                self._failures.prompt_too_long(slot, row, problem)
+                self.failures.prompt_too_long(slot, row, problem)
             elif problem is not None:
-                self._failures.prompt_failed(slot, row, problem)
+                self.failures.prompt_failed(slot, row, problem)
         if any(row.trajectory is None for row in slot.rows):
-            self._work.append(self._advancing(slot))
+            self.advance_later(slot)
         else:
             self._submit(slot)
 
@@ -231,7 +250,7 @@ class Rollout:
         return None
 
     def _submit(self, slot: Slot) -> None:
-        if self._failures.fatal is not None:
+        if self.failures.fatal is not None:
             return
         rows = [(index, row) for index, row in enumerate(slot.rows) if row.trajectory is not None]
         self._reserve(slot, len(rows))
@@ -243,9 +262,10 @@ class Rollout:
             row.ticket = Ticket(
                 slot.env_id, index, trajectory.policy_id, trajectory.id, trajectory.turns, self._events.put, runner
             )
-            row.ticket.seed, row.ticket.identity = self._launches.seed, trajectory.identity
+            row.ticket.seed, row.ticket.identity = self.launches.seed, trajectory.identity
             request, row.request, row.response = row.request, None, None
             self._ledger.request(+1)
+            self._timeouts.requested(row)
             runner.submit(row.ticket, request)
 
     def _on_response(self, response: Response) -> None:
@@ -255,6 +275,7 @@ class Rollout:
         if row.ticket is not ticket:
             return  # Given up meanwhile.
         row.ticket = None
+        self._timeouts.answered(ticket)
         self._ledger.request(-1)
         slot.awaited -= 1
         error = response.error
@@ -265,7 +286,7 @@ class Rollout:
                 written = [k if isinstance(k, tuple) else (k,) for k in response.output.keys(True)]
                 error = ValueError(f"the environment needs {show(missing)} of the policy, which wrote {show(written)}")
         if error is not None:
-            self._failures.policy_failed(row, ticket, error)
+            self.failures.policy_failed(row, ticket, error)
         else:
             row.response, row.answer, row.carry = response.output, response, response.carry
             response.carry = None  # or each turn of a trajectory would keep its whole past
@@ -286,56 +307,55 @@ class Rollout:
         if row.ticket is not None:
             assert row.ticket.runner is not None
             row.ticket.runner.abort(row.ticket)
+            self._timeouts.answered(row.ticket)
             self._ledger.request(-1)
             slot.awaited -= 1
             self._reserve(slot, slot.begun - 1)
             if slot.awaited == 0:
                 self._work.append(lambda: self._step(slot))
-        self._failures.end_trajectory(row, reason)
+        self.failures.end_trajectory(row, reason)
 
     def _end_units(self) -> None:
         """Ends the groups that failed or are not wanted any more, with the trajectories that still run."""
-        for unit, reason in self._launches.units_to_end():
+        for unit, reason in self.launches.units_to_end():
             for slot in self.slots:
                 for row in slot.rows:
                     if row.trajectory is not None and row.trajectory.unit == unit:
                         self.abandon(slot, row, reason)
-            self._launches.end_unit(unit, reason)
+            self.launches.end_unit(unit, reason)
 
     def delivered(self, turns: list[Turn]) -> None:
         """Turns have reached the reader, or whatever took them in his place."""
-        self._launches.delivered(turns)
+        self.launches.delivered(turns)
 
     def _step(self, slot: Slot) -> None:
-        if self._failures.fatal is not None:
+        if self.failures.fatal is not None:
             return
         answered = [row for row in slot.rows if row.response is not None]
         if not answered:
             # Every row of the slot failed: begin again.
             self._reserve(slot, 0)
-            self._work.append(self._advancing(slot))
+            self.advance_later(slot)
             return
         policy_id = slot.policy_id
         assert policy_id is not None
         bridge = slot.bridges[policy_id]
         self._reserve(slot, len(answered))
-        slot.in_call = True
-        self.threads.submit(
-            lambda: slot.step(bridge), lambda value, error: self._on_step(slot, policy_id, value, error)
-        )
+        self._call(slot, lambda: slot.step(bridge), lambda value, error: self._on_step(slot, policy_id, value, error))
 
     def _on_step(self, slot: Slot, policy_id: int, stepped: list[TensorDictBase], error: BaseException | None) -> None:
-        self._returned(slot)
+        self.returned(slot)
         if error is not None:
             self._env_failed(slot, "step", error)
             return
         bridge = slot.bridges[policy_id]
         for row, after in zip(slot.rows, stepped, strict=True):
             if row.response is not None:
-                self._finish_turn(slot, row, bridge.turn(after, row.response))
-        self._work.append(self._advancing(slot))
+                self.finish_turn(slot, row, bridge.turn(after, row.response))
+        self.advance_later(slot)
 
-    def _finish_turn(self, slot: Slot, row: Row, data: TensorDictBase) -> None:
+    def finish_turn(self, slot: Slot, row: Row, data: TensorDictBase) -> None:
+        """A turn is finished: it goes to the batcher, and its trajectory goes on or ends."""
         trajectory, answer = row.trajectory, row.answer
         assert trajectory is not None and answer is not None
         step = trajectory.turns
@@ -343,29 +363,19 @@ class Rollout:
         done = bool(data.get(("next", "done")).any())
         row.response = None
         problem = None
-        if not done:
+        if not done and not row.timed_out:
             row.observation = slot.next_observation(row, data)
             problem = self._prepare(slot, row, carry=row.carry)
-        truncated = isinstance(problem, PromptTooLong)
+        truncated = row.timed_out or isinstance(problem, PromptTooLong)
         done = done or truncated
-        _say_whether_truncated(data, truncated)
+        mark_end(data, truncated)
         self._ledger.finish_turn(answer.prompt_tokens, answer.response_tokens)
         self._batcher.add(Turn(trajectory, step, data, done, answer))
-        self._launches.settle()
+        self.launches.settle()
         if done or not self._batcher.whole_trajectories:
-            self._failures.none_in_row(slot, trajectory.policy_id)
+            self.failures.none_in_row(slot, trajectory.policy_id)
         if done:
             self.pool.loads[trajectory.policy_id] -= 1
             row.clear()
         elif problem is not None:
-            self._failures.prompt_failed(slot, row, problem)
-
-
-def _say_whether_truncated(turn: TensorDictBase, truncated: bool) -> None:
-    """Gives each turn ``("next", "truncated")``, and ends the trajectory of one whose next prompt is too long."""
-    following: Any = turn.get("next")
-    if truncated:
-        following.set("done", torch.ones_like(following.get("done")))
-        following.set("truncated", torch.ones_like(following.get("done")))
-    elif following.get("truncated", None) is None:
-        following.set("truncated", torch.zeros_like(following.get("done")))
+            self.failures.prompt_failed(slot, row, problem)

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 # What a seed is for; the first number of an identity.
-ENV, PROMPTS, LOADER, OF_SLOT, OF_GROUP, NEXT = range(6)
+ENV, PROMPTS, LOADER, OF_SLOT, OF_GROUP, NEXT, EVALUATION = range(7)
 
 
 def derive(seed: int, *identity: int) -> int:

@@ -8,8 +8,9 @@ and fast ones are delivered in the mix in which they were launched. The window b
 :attr:`UnitBatcher.waiting` counts the ended trajectories of units behind the oldest incomplete one. Those of the oldest
 unit itself do not count, so that it can always be completed.
 
-Invariants: a turn enters once and leaves once, by ``pop``, ``flush``, ``drop``, ``close`` or ``take_unwanted``; ``pop``
-gives whole units, each contiguous, its trajectories in the order of their index, each contiguous and in turn order.
+Invariants: a turn enters once and leaves once, by ``pop``, ``flush``, ``drop``, ``close``, ``expel`` or
+``take_unwanted``; ``pop`` gives whole units, each contiguous, its trajectories in the order of their index, each
+contiguous and in turn order.
 
 A pure state machine but for the filter, which is the user's function. Owned by the rollout, used only by its thread.
 """
@@ -100,8 +101,8 @@ class UnitBatcher:
         return len(self._units) + len(self._ready)
 
     def open_units(self) -> list[int]:
-        """Units that have not been made ready for a batch, oldest first."""
-        return list(self._units)
+        """Units that are not complete, oldest first."""
+        return [unit for unit, state in self._units.items() if not state.complete]
 
     def close(self, unit: int) -> list[Turn]:
         """Gives a unit up; returns the turns that it had, which are not delivered."""
@@ -110,15 +111,9 @@ class UnitBatcher:
             return []
         if unit != next(iter(self._units)):
             self.waiting -= found.ended
+        self._settled += not found.complete
         self._leave(unit)
-        self._settled += 1
         return found.all_turns()
-
-    def take_ready(self) -> list[Turn]:
-        """Gives up the units that are ready and were not popped; returns their turns."""
-        turns = [turn for unit in self._ready for turn in unit]
-        self._ready.clear()
-        return turns
 
     def take_unwanted(self) -> list[list[Turn]]:
         """The units that the filter did not want since the last call."""
@@ -162,6 +157,39 @@ class UnitBatcher:
         """See :meth:`Batcher.drop`. The unit stays open: it may get another trajectory in its place."""
         unit = self._units.get(trajectory.unit)
         return 0 if unit is None else len(unit.turns.pop(trajectory.group_index, ()))
+
+    def expel(self, too_old: Callable[[int], bool]) -> list[Turn]:
+        """Takes out what has ended and whose first response began with a too old version of the weights.
+
+        A complete unit goes whole; of an incomplete one only the trajectories that are too old: the unit wants others
+        in their place.
+        """
+        expelled: list[Turn] = []
+        for turns in list(self._ready):
+            if _began_too_early(turns, too_old):
+                self._ready.remove(turns)
+                expelled += turns
+        for key, unit in list(self._units.items()):
+            if unit.complete:
+                turns = unit.all_turns()
+                if _began_too_early(turns, too_old):
+                    self.close(key)
+                    expelled += turns
+                continue
+            for index, turns in list(unit.turns.items()):
+                if turns[-1].done and _began_too_early(turns, too_old):
+                    del unit.turns[index]
+                    unit.ended -= 1
+                    self.waiting -= key != next(iter(self._units))
+                    expelled += turns
+        return expelled
+
+    def put_back(self, turns: list[Turn]) -> None:
+        """Takes a batch back that was not handed over; it comes first again."""
+        units: dict[int, list[Turn]] = {}
+        for turn in turns:
+            units.setdefault(turn.trajectory.unit, []).append(turn)
+        self._ready.extendleft(reversed(units.values()))
 
     # Order
 
@@ -217,3 +245,8 @@ class UnitBatcher:
 
     def _take(self, count: int) -> list[Turn]:
         return [turn for _ in range(count) for turn in self._ready.popleft()]
+
+
+def _began_too_early(turns: list[Turn], too_old: Callable[[int], bool]) -> bool:
+    """Whether any trajectory among whole ones began with a too old version."""
+    return any(turn.step == 0 and turn.answer is not None and too_old(turn.answer.policy_version) for turn in turns)

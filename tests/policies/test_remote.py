@@ -37,6 +37,8 @@ def engine_class() -> Any:
                 raise OverflowError(f"{len(ids)} tokens")
             self._together.wait(timeout=60)
             sampled = [ids[-1], 100 + len(ids)]
+            if sampling_params.seed is not None:
+                sampled.append(sampling_params.seed % 500)
             scores = [{token: Logprob(-0.5 - i, 1, None)} for i, token in enumerate(sampled)]
             done = CompletionOutput(0, "", sampled, -2.0, scores, finish_reason="length")
             return [RequestOutput("r", None, ids, None, [done], finished=True)]
@@ -76,6 +78,20 @@ def test_many_calls_of_a_ray_actor_are_in_flight_at_once(actor: Any, tiny_model:
         assert turn["log_probs", "response"].tolist() == [-0.5, -1.5]
         assert turn["collector", "finish_reason"] == "length"
     assert sorted(batch["collector", "env_id"].tolist()) == list(range(IN_FLIGHT))
+
+
+def test_each_call_has_a_seed_of_its_own_that_is_the_same_again(actor: Any, tiny_model: str) -> None:
+    def seeds(seed: int) -> list[int]:
+        policy = vLLMWrapper(Handle(actor), tokenizer=load_tokenizer(tiny_model), input_mode="history")
+        with LLMCollector(
+            env, policy, num_envs=IN_FLIGHT, steps_per_batch=IN_FLIGHT, total_steps=IN_FLIGHT, seed=seed
+        ) as collector:
+            turns = sorted(next(collector).unbind(0), key=lambda turn: int(turn["collector", "env_id"]))
+        return [turn["tokens", "response"][-1].item() for turn in turns]
+
+    first = seeds(1)
+    assert len(set(first)) == IN_FLIGHT
+    assert seeds(1) == first != seeds(2)
 
 
 def test_an_error_of_the_actor_reaches_the_reader(actor: Any, tiny_model: str) -> None:

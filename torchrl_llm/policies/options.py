@@ -16,10 +16,12 @@ class RunnerOptions:
             sampled in earlier turns of the trajectory. For language-model wrappers.
         batch_wait: seconds that a batched policy waits for more requests after the first; 0 (default) takes what is
             there. For policies that are called on batches.
-
         max_batch: rows in a call of a batched policy at most; ``None`` (default) for all that wait. With
             ``TransformersWrapper`` the rows of a call are of like prompt length, which saves padding; the oldest
             request is always among them.
+        prompt_log_probs: whether a ``vLLMWrapper`` over ``vllm.LLM`` with ``return_log_probs=True`` gives the
+            log-probs of the prompt's tokens too, as it does by itself. vLLM reads nothing from its prefix cache for
+            requests that ask for them; with ``False`` the prompt's part of ``log_probs.full`` is NaN.
 
     Raises:
         ValueError: if ``batch_wait`` is negative, or ``max_batch`` is no int of at least 1.
@@ -35,6 +37,7 @@ class RunnerOptions:
     retokenize: bool = False
     batch_wait: float = 0.0
     max_batch: int | None = None
+    prompt_log_probs: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch_wait, (int, float)) or self.batch_wait < 0:

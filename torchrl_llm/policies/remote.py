@@ -22,7 +22,7 @@ from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
-from torchrl_llm.policies.vllm_outputs import completion_of
+from torchrl_llm.policies.vllm_outputs import completion_of, seeded
 
 MAX_CALLS_IN_FLIGHT = 256
 
@@ -113,7 +113,7 @@ class RemoteRunner:
         policy = self.policy
         try:
             outputs: Any = policy._call_generate(
-                prompt_token_ids=[prompt.token_ids], sampling_params=policy.sampling_params
+                prompt_token_ids=[prompt.token_ids], sampling_params=seeded(policy.sampling_params, ticket)
             )
             completion = completion_of(outputs[0] if isinstance(outputs, list) else outputs)
             return respond(ticket, policy, prompt, completion, self._prompts.tokenizer)

@@ -11,7 +11,6 @@ Invariant: each submitted ticket is answered once, unless the runner is closed f
 
 from __future__ import annotations
 
-import copy
 import threading
 from typing import Any
 
@@ -25,7 +24,7 @@ from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.runner import Post, Response, Ticket
 from torchrl_llm.policies.versions import TokenVersions
-from torchrl_llm.policies.vllm_outputs import completion_of
+from torchrl_llm.policies.vllm_outputs import completion_of, seeded
 from torchrl_llm.policies.weight_target import WeightTarget
 from torchrl_llm.policies.weights_vllm_reload import ReloadTarget
 
@@ -52,7 +51,7 @@ class ContinuousRunner:
             retokenize=options.retokenize,
         )
         self._tokenizer = self._prompts.tokenizer
-        self._params = _engine_params(policy.sampling_params)
+        self._params = _engine_params(policy.sampling_params, options.prompt_log_probs)
         self._in_flight: dict[Ticket, str] = {}
         self._lock = threading.Lock()
         self._engine = acquire(policy.model)
@@ -71,7 +70,7 @@ class ContinuousRunner:
             Request(
                 request_id,
                 {"prompt_token_ids": request.token_ids},
-                self._params_for(ticket),
+                seeded(self._params, ticket),
                 lambda output, error: self._answer(ticket, request, versions, output, error),
                 versions,
                 self._discarded,
@@ -90,15 +89,6 @@ class ContinuousRunner:
     def weight_target(self) -> WeightTarget:
         """See :meth:`Runner.weight_target`."""
         return ReloadTarget(self.policy.model, self._engine)
-
-    def _params_for(self, ticket: Ticket) -> Any:
-        """The sampling parameters with a seed for this request: one seed for all would give equal answers."""
-        seed = ticket.sampling_seed(self._params.seed)
-        if seed is None:
-            return self._params
-        params = copy.copy(self._params)
-        params.seed = seed
-        return params
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`."""
@@ -156,7 +146,7 @@ class ContinuousRunner:
         self._post(response)
 
 
-def _engine_params(params: Any) -> Any:
+def _engine_params(params: Any, prompt_log_probs: bool) -> Any:
     """The wrapper's sampling parameters, without work whose result the wrapper does not use."""
     from vllm.sampling_params import RequestOutputKind
 
@@ -164,4 +154,6 @@ def _engine_params(params: Any) -> Any:
     params.output_kind = RequestOutputKind.FINAL_ONLY
     # The response is decoded once at its end; only stop strings need its text while it grows.
     params.detokenize = bool(params.stop)
+    if not prompt_log_probs:
+        params.prompt_logprobs, params.skip_reading_prefix_cache = None, False
     return params

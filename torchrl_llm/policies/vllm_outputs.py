@@ -1,15 +1,17 @@
-"""A finished ``vllm.RequestOutput`` -> a :class:`~torchrl_llm.policies.outputs.Completion`.
+"""What goes into a vLLM request and what comes out: its seed, and a finished ``RequestOutput`` as a ``Completion``.
 
-Pure functions; run by the engine's thread.
+Pure functions; run by the engine's thread, and :func:`seeded` by the one that sends the request.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
 from torchrl_llm.policies.outputs import Completion
+from torchrl_llm.policies.runner import Ticket
 
 
 def completion_of(output: Any) -> Completion:
@@ -28,6 +30,16 @@ def _sampled_log_probs(completion: Any) -> torch.Tensor | None:
         return None
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)
     return torch.tensor([entry[token].logprob for entry, token in pairs], dtype=torch.float32)
+
+
+def seeded(params: Any, ticket: Ticket) -> Any:
+    """Sampling parameters with a seed for this request: one seed for all would give equal answers to equal prompts."""
+    seed = ticket.sampling_seed(params.seed)
+    if seed is None:
+        return params
+    params = copy.copy(params)
+    params.seed = seed
+    return params
 
 
 def _prompt_log_probs(output: Any) -> torch.Tensor | None:

@@ -136,7 +136,7 @@ class Connection:
 
 
 def _bound_to(source: Any, env: Any) -> Any:
-    return BoundEnv(source, env.make_env) if isinstance(env, BoundEnv) else env
+    return env.bound_to(source) if isinstance(env, BoundEnv) else env
 
 
 class _Unconnected:

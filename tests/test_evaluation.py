@@ -1,0 +1,159 @@
+"""Evaluation on the same policies: whole, in order, and the training stream does not notice."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, ids
+from fakes import echo as scripted_echo
+from tensordict import TensorDictBase
+from test_groups import Answered, Slow, assert_whole, echo, prompts
+from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
+
+from torchrl_llm import CollectorError, LLMCollector, PromptSource
+
+
+def length(prompt: str) -> int:
+    return 1 + int(prompt[1:]) % 3
+
+
+def build(**options: Any) -> LLMCollector:
+    source = PromptSource(prompts(40), repeats=2, epochs=1)
+    return LLMCollector(source.env(lambda: Answered(1, length)), echo, num_envs=3, groups_per_batch=2, **options)
+
+
+EVALUATED = [{"query": f"q{index}", "answer": index} for index in (7, 3, 8, 5)]
+
+
+def check(found: TensorDictBase, n: int) -> None:
+    assert assert_whole(found, n, length) == [0, 1, 2, 3]
+    ends = [row for row in found.unbind(0) if bool(row["next", "done"])]
+    assert [row["text"] for row in ends] == [f"q{i}" for i in (7, 3, 8, 5) for _ in range(n)]
+    assert [row["answer"] for row in ends] == [f"a:{row['text']}" for row in ends]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_evaluation_does_not_disturb_the_training_stream(n: int, threads: int) -> None:
+    def run(evaluating: bool) -> tuple[list[Any], dict[str, Any]]:
+        with build(env_threads=threads) as collector:
+            found: list[Any] = []
+            for batch in collector:
+                found += zip(ids(batch.unbind(0), "group_id"), [row["text"] for row in batch.unbind(0)], strict=True)
+                if evaluating and len(found) < 60:
+                    before = collector.stats()
+                    check(collector.evaluate([{"query": d["query"]} for d in EVALUATED], n), n)
+                    after = collector.stats()
+                    assert before == after
+            return found, {k: v for k, v in collector.stats().items() if k not in ("longest_wait_seconds",)}
+
+    with_evaluations, stats = run(True)
+    without, expected = run(False)
+    assert with_evaluations == without
+    assert_settled(stats)
+    assert threads or stats == expected
+
+
+def test_all_fields_reach_the_evaluation() -> None:
+    with build() as collector:
+        found = collector.evaluate([{"query": "q1", "label": 3}, {"query": "q0", "label": 4}])
+        assert [(row["text"], row["label"].item()) for row in found.unbind(0)] == [("q1", 3), ("q1", 3), ("q0", 4)]
+        assert ids(found.unbind(0), "traj_ids") in ([0, 0, 1], [1, 1, 0])
+        found = collector.evaluate([{"mine": "q0"}], key="mine")
+        assert [row["text"] for row in found.unbind(0)] == ["q0"]
+        assert len(next(collector)) > 0
+
+
+def test_a_collector_without_a_source_is_evaluated_too() -> None:
+    def make_env() -> EnvBase:
+        return ChatEnv.from_dataloader([{"query": ["train"]}], batch_size=(1,)).append_transform(
+            StepCounter(max_steps=1)
+        )
+
+    from fakes import chat_echo
+
+    with LLMCollector(make_env, chat_echo, num_envs=2, steps_per_batch=1) as collector:
+        found = collector.evaluate(["a", "b", "c"])
+        assert [row["history"].full[-1].content for row in found.unbind(0)] == ["A", "B", "C"]
+        assert next(collector)[0]["history"].full[-1].content == "TRAIN"
+
+
+def test_an_evaluation_runs_beside_a_collection_in_the_background() -> None:
+    target: queue.Queue[Any] = queue.Queue()
+    with build(env_threads=1) as collector:
+        collector.start(target)
+        for _ in range(3):
+            check(collector.evaluate([d["query"] for d in EVALUATED]), 1)
+        assert collector.join(PATIENCE)
+    batches = list(iter(target.get, None))
+    assert [group for batch in batches for group in assert_whole(batch, 2, length)] == list(range(40))
+    assert_settled(collector.stats())
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_an_evaluation_on_an_engine(seed: int | None, vllm_llm: Any, tokenizer: Any) -> None:
+    def make_env() -> EnvBase:
+        return ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=2))
+
+    policy = vLLMWrapper(vllm_llm, tokenizer=tokenizer, input_mode="history", generate_kwargs={"max_tokens": 8})
+    source = PromptSource([f"train {i}" for i in range(50)], repeats=2)
+    with LLMCollector(
+        source.env(make_env), policy, num_envs=4, groups_per_batch=2, seed=seed, total_steps=100
+    ) as collector:
+        next(collector)
+        first = collector.evaluate(["one", "two"], n=2)
+        next(collector)
+        second = collector.evaluate(["one", "two"], n=2)
+        assert_conserved(collector.stats())
+    places = list(zip(*(ids(first.unbind(0), key) for key in ("group_id", "group_index", "step")), strict=True))
+    assert places == [(g, i, s) for g in range(2) for i in range(2) for s in range(2)]
+    tokens = [[row["tokens", "response"].tolist() for row in found.unbind(0)] for found in (first, second)]
+    assert (tokens[0] == tokens[1]) == (seed is not None)
+    assert tokens[0][0] != tokens[0][2]
+
+
+def test_an_evaluation_ends_when_the_collector_is_shut_down() -> None:
+    slow = Slow("q3")
+    source = PromptSource(prompts(2), epochs=1)
+    collector = LLMCollector(
+        source.env(lambda: Answered(1, on_step=slow)), echo, num_envs=2, groups_per_batch=1, env_threads=1
+    )
+    raised: list[Exception] = []
+
+    def run() -> None:
+        with pytest.raises(CollectorError) as error:
+            collector.evaluate(["q3"])
+        raised.append(error.value)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert slow.reached.acquire(timeout=PATIENCE)
+    collector.shutdown()
+    slow.go.set()
+    thread.join(PATIENCE)
+    assert "the collector ended while it was evaluating" in str(raised[0])
+    with pytest.raises(CollectorError, match="the collector has ended, and its policies with it"):
+        collector.evaluate(["q3"])
+
+
+def test_what_cannot_be_evaluated_says_so() -> None:
+    with (
+        LLMCollector(ScriptedEnv(), scripted_echo, steps_per_batch=1) as collector,
+        pytest.raises(TypeError, match=r"evaluate\(\) builds environments of its own: pass constructors"),
+    ):
+        collector.evaluate(["a"])
+    with build() as collector:
+        with pytest.raises(ValueError, match="n=0 is not allowed"):
+            collector.evaluate(["q1"], n=0)
+        with pytest.raises(ValueError, match="data is empty"):
+            collector.evaluate([])
+        with pytest.raises(CollectorError, match="the evaluation gave no turn"):
+            collector.evaluate(iter([]))
+        with pytest.raises(CollectorError, match=r"env.step failed: ValueError"):
+            collector.evaluate(["not a number"])
+        check(collector.evaluate([d["query"] for d in EVALUATED]), 1)
