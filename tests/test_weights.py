@@ -296,7 +296,7 @@ def test_torchrls_policy_version_transform_agrees(original: Any, tokenizer: Any)
     env = TransformedEnv(ScriptedEnv(PROMPTS * 10, length=2), PolicyVersion(version_type="int"))
     model = perturbed(original, 0)
     with LLMCollector(env, transformers_policy(model, tokenizer, tokens=2), steps_per_batch=1) as collector:
-        for version in range(8):
+        for _ in range(8):
             [row] = next(collector)
             assert row["policy_version"] == row["collector", "policy_version"]
             assert row["next", "policy_version"] == row["collector", "policy_version_end"]
