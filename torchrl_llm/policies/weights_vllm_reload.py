@@ -21,6 +21,7 @@ import torch
 from torchrl_llm.policies.engine import EngineThread
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.weight_target import Switch
+from torchrl_llm.policies.weights_lora import check_adapter, load_adapter
 from torchrl_llm.weight_forms import Weights
 from torchrl_llm.weight_spec import WeightSpec, spec_of_module
 
@@ -40,6 +41,7 @@ class ReloadTarget:
     def __init__(self, llm: Any, thread: EngineThread) -> None:
         self.owner = thread
         self._llm = llm
+        self._first_adapter = False
 
     @property
     def gone(self) -> bool:
@@ -49,6 +51,10 @@ class ReloadTarget:
     def stage(self, weights: Weights) -> Switch:
         """See :class:`WeightTarget`."""
         spec = spec_of_engine(self._llm)
+        if weights.adapter:
+            check_adapter(weights, spec, self._llm)
+            self._first_adapter = self.owner.adapter is None
+            return lambda version: self._swap_adapter(weights.folder, version)
         new = spec.match(weights.tensors)
         new = {name: tensor for name, tensor in new.items() if name not in spec.tied}
         engine = self._llm.llm_engine
@@ -61,14 +67,37 @@ class ReloadTarget:
             if "weights_path" in arguments and engine.vllm_config.load_config.load_format == "dummy":
                 engine.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
             engine.collective_rpc("reload_weights", kwargs=arguments)
-            forget_old_weights(engine)
-            self.owner.switched(version)
+            self.refreshed(version)
 
         return switch
 
+    def _swap_adapter(self, folder: str | None, version: int) -> None:
+        assert folder is not None
+        self.owner.adapter = load_adapter(self._llm.llm_engine, folder)
+        self.refreshed(version)
+
+    def refreshed(self, version: int) -> None:
+        """The engine's weights have been changed: empties its caches, and notes the version."""
+        forget_old_weights(self._llm.llm_engine)
+        self.owner.switched(version)
+
     def hold(self, mode: str) -> Hold:
         """See :class:`WeightTarget`."""
-        return self.owner.hold(mode)
+        # A request keeps the adapter with which it began, and the first ones have begun with none.
+        return self.owner.hold("restart" if self._first_adapter and mode == "continue" else mode)
+
+    def sleep(self, level: int) -> None:
+        """Puts the engine to sleep with the requests that are in it; in its thread."""
+        self._llm.sleep(level=level, mode="keep")
+
+    def wake_up(self) -> None:
+        """Wakes the engine; in its thread."""
+        self._llm.wake_up()
+
+    @property
+    def engine(self) -> Any:
+        """The ``vllm.LLM``."""
+        return self._llm
 
     def fail(self, error: Exception) -> None:
         """See :class:`WeightTarget`."""
