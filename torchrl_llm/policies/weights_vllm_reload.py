@@ -58,6 +58,7 @@ class ReloadTarget:
         new = spec.match(weights.tensors)
         new = {name: tensor for name, tensor in new.items() if name not in spec.tied}
         engine = self._llm.llm_engine
+        repack = _must_repack(engine, spec)
         if shares_memory(engine):
             arguments: dict[str, Any] = {"weights_iterator": list(new.items())}
         else:
@@ -67,6 +68,8 @@ class ReloadTarget:
             if "weights_path" in arguments and engine.vllm_config.load_config.load_format == "dummy":
                 engine.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
             engine.collective_rpc("reload_weights", kwargs=arguments)
+            if repack:
+                engine.collective_rpc(pack_output_heads)
             self.refreshed(version)
 
         return switch
@@ -113,6 +116,49 @@ def shares_memory(engine: Any) -> bool:
 
     # Exactly this class: its subclasses may have more workers.
     return type(getattr(engine, "model_executor", None)) is UniProcExecutor
+
+
+def _must_repack(engine: Any, spec: WeightSpec) -> bool:
+    """Whether a reload leaves old weights in a packed output head.
+
+    Raises:
+        ValueError: if it does, and nothing can be done about it.
+    """
+    if not (spec.tied and packs_on_cpu()):
+        return False
+    if not takes_functions(engine):
+        raise ValueError(
+            "the engine runs on CPU in its own process, where vLLM keeps a packed copy of a tied output head that a "
+            "reload leaves as it was: build the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), or with "
+            "VLLM_ALLOW_INSECURE_SERIALIZATION=1, which lets it be packed anew"
+        )
+    return True
+
+
+def packs_on_cpu() -> bool:
+    """Whether engines keep packed copies of their weights, as vLLM does on CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def takes_functions(engine: Any) -> bool:
+    """Whether a function can be sent to the engine's workers."""
+    from vllm import envs
+
+    return shares_memory(engine) or bool(envs.VLLM_ALLOW_INSECURE_SERIALIZATION)
+
+
+def pack_output_heads(worker: Any) -> None:
+    """In a vLLM worker on CPU: packs embeddings and output heads anew.
+
+    A reload packs what it loads. A tied output head loads nothing, and would go on with the old weights (vLLM 0.32).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in worker.get_model().modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def forget_old_weights(engine: Any) -> None:
