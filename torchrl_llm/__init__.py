@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchrl_llm.ray.hooks import WorkerHooks
     from torchrl_llm.ray_collector import RayCollector
     from torchrl_llm.saving import load_batch, load_replay_buffer, save_batch, save_replay_buffer
+    from torchrl_llm.weight_transports import VLLMTransfer
 
 __all__ = [
     "CollectorError",
@@ -28,6 +29,7 @@ __all__ = [
     "PromptsExhausted",
     "RayCollector",
     "RunnerOptions",
+    "VLLMTransfer",
     "WorkerError",
     "WorkerHooks",
     "load_batch",
@@ -46,6 +48,7 @@ _MODULES = {
     "PromptsExhausted": "errors",
     "RayCollector": "ray_collector",
     "RunnerOptions": "policies.options",
+    "VLLMTransfer": "weight_transports",
     "WorkerError": "errors",
     "WorkerHooks": "ray.hooks",
     "load_batch": "saving",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,6 +53,7 @@ class Trajectory:
     identity: tuple[int, ...] = ()
     turns: int = 0
     due: float = math.inf
+    version: int | None = None
 
 
 @dataclass
@@ -64,6 +66,11 @@ class Turn:
     done: bool
     answer: Response | None = None
 
+    @property
+    def version(self) -> int:
+        """The version of the weights with which the response began."""
+        return 0 if self.answer is None else self.answer.policy_version
+
     def stamped(self) -> TensorDictBase:
         """The turn's data with its ``"collector"`` entries: int64 scalars, and the finish reason if it is known."""
         trajectory, answer = self.trajectory, self.answer
@@ -75,7 +82,7 @@ class Turn:
             "group_id": trajectory.group_id,
             "group_index": trajectory.group_index,
             "epoch": trajectory.epoch,
-            "policy_version": 0 if answer is None else answer.policy_version,
+            "policy_version": self.version,
             "policy_version_end": 0 if answer is None else answer.policy_version_end,
         }
         entries = TensorDict({key: torch.tensor(value) for key, value in ids.items()}, batch_size=())
@@ -98,8 +105,9 @@ def _agree(data: TensorDictBase, begin: int, end: int) -> None:
 
 
 class Batcher(Protocol):
-    """Collects finished turns and gives them back in the reader's unit."""
+    """Collects finished turns and gives them back in the reader's unit, ``size`` of them at a time."""
 
+    size: int
     whole_trajectories: bool
 
     def add(self, turn: Turn) -> None:
@@ -113,6 +121,12 @@ class Batcher(Protocol):
 
     def drop(self, trajectory: Trajectory) -> int:
         """Forgets an unfinished trajectory; returns how many of its finished turns are lost by that."""
+
+    def expel(self, too_old: Callable[[int], bool]) -> list[Turn]:
+        """Takes out what is finished and whose response (of trajectories: the first) began with a too old version."""
+
+    def put_back(self, turns: list[Turn]) -> None:
+        """Takes a batch back that was not handed over; it comes first again."""
 
 
 @dataclass
@@ -151,6 +165,17 @@ class StepBatcher:
     def drop(self, trajectory: Trajectory) -> int:
         """Nothing is lost: the turns that were finished are delivered, also of a trajectory that failed later."""
         return 0
+
+    def expel(self, too_old: Callable[[int], bool]) -> list[Turn]:
+        """See :meth:`Batcher.expel`."""
+        old = [turn for turn in self._turns if too_old(turn.version)]
+        if old:
+            self._turns = deque(turn for turn in self._turns if not too_old(turn.version))
+        return old
+
+    def put_back(self, turns: list[Turn]) -> None:
+        """See :meth:`Batcher.put_back`."""
+        self._turns.extendleft(reversed(turns))
 
 
 def stack_turns(turns: list[Turn]) -> LazyStackedTensorDict:

@@ -19,21 +19,22 @@ from torchrl.envs import EnvBase
 from torchrl_llm import arguments
 from torchrl_llm.assembly import build_policies, build_slots
 from torchrl_llm.budget import Budget
+from torchrl_llm.collector_weights import WeightMethods
 from torchrl_llm.control import Control
 from torchrl_llm.deadlines import make_limits
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.finishing import BatchFinish
+from torchrl_llm.lag import make_lag
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import Collection
 from torchrl_llm.plan import UNITS, check_int, make_plan
-from torchrl_llm.reading import Reading
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.seeds import check_seed, next_seed
 from torchrl_llm.sinks import make_sink
-from torchrl_llm.weight_forms import one_source
+from torchrl_llm.weight_transports import make_transport
 from torchrl_llm.weights import PolicyWeights, announce_version, check_mode
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
@@ -66,7 +67,7 @@ def ray_collector(cls: type, *args: Any, **kwargs: Any) -> Any:
     return RayCollector(*args, collector_class=cls, **kwargs)
 
 
-class LLMCollector(Reading, metaclass=_DCMeta):
+class LLMCollector(WeightMethods, metaclass=_DCMeta):
     """Collects turns of language-model policies in environments.
 
     Every environment is a slot that sends its next request the moment it is ready, and every policy answers request by
@@ -114,9 +115,15 @@ class LLMCollector(Reading, metaclass=_DCMeta):
         on_error: ``"raise"`` (default) stops and gives the error to the reader; ``"restart"`` drops the trajectory,
             rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row. A
             prompt of a source is tried again, up to 3 times.
-        max_policy_lag: not yet supported.
+        max_policy_lag: ``k``: no trajectory (with ``steps_per_batch``: no turn) is delivered that began more than k
+            versions before the version of the weights at delivery. What would come too late is not begun; what has
+            become too old is dropped and replaced (``"stale"`` in :meth:`stats`). 0 with ``next()`` is the strictly
+            on-policy case: batches of one version. ``None`` (default) for no limit.
         update_mode: what becomes of the responses that are being made at a weight update: ``"continue"`` (default),
             ``"wait"`` or ``"restart"``; see :meth:`update_policy_weights_`.
+        weight_updater: how weights reach the policies, if not by the collector itself: TorchRL's ``WeightUpdaterBase``
+            (or a constructor of one), or :class:`VLLMTransfer`.
+        weight_sync_schemes: the same, as TorchRL's dict of model id -> ``WeightSyncScheme``.
         track_token_versions: whether turns have ``("collector", "token_versions")``, int64 of shape ``(T,)``: the
             version of the weights that made each token of the response.
         seed: see :meth:`set_seed`.
@@ -178,16 +185,14 @@ class LLMCollector(Reading, metaclass=_DCMeta):
         max_policy_lag: int | None = None,
         update_mode: str = "continue",
         track_token_versions: bool = False,
+        weight_updater: Any = None,
+        weight_sync_schemes: Any = None,
         on_error: str = "raise",
         seed: int | None = None,
         **unknown: Any,
     ) -> None:
         arguments.reject_unknown(unknown)
         check_mode(update_mode)
-        later = {"max_policy_lag": max_policy_lag}
-        for name, value in later.items():
-            if value is not None:
-                raise NotImplementedError(f"{name}={value!r} comes with a later release; leave it out")
         plan = make_plan(
             steps_per_batch=steps_per_batch,
             trajectories_per_batch=trajectories_per_batch,
@@ -203,6 +208,8 @@ class LLMCollector(Reading, metaclass=_DCMeta):
         limits = make_limits(max_turn_seconds, max_trajectory_seconds, on_timeout)
         if seed is not None:
             check_seed(seed)
+        if max_policy_lag is not None:
+            check_int("max_policy_lag", max_policy_lag, "an int of at least 0, or None", minimum=0)
         if postproc is not None and not callable(postproc):
             raise TypeError(f"postproc={postproc!r} is not allowed: pass a callable batch -> batch, or None")
         envs = arguments.env_sources(env, num_envs)
@@ -223,15 +230,19 @@ class LLMCollector(Reading, metaclass=_DCMeta):
         self._ledger = Ledger()
         events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
+        transport = make_transport(weight_updater, weight_sync_schemes, self)
         slots = build_slots(envs, bound=plan.groups)
         batcher = plan.batcher()
         pool = build_policies(policies, options, slots, route)
         pool.track_token_versions(track_token_versions)
-        self._weights = PolicyWeights(
-            pool, update_mode, keep=restart, on_update=lambda version: announce_version(slots, version)
+        weights = PolicyWeights(
+            pool, update_mode, keep=restart, on_update=lambda version: announce_version(version, slots, events.put)
         )
+        self._weights = weights
+        weights.transport = transport
+        lag = make_lag(max_policy_lag, batcher, lambda: weights.version)
         budget = Budget(total_steps, batcher.whole_trajectories)
-        self._launches = Launches(slots, pool, router, budget, self._ledger, batcher, plan)
+        self._launches = Launches(slots, pool, router, budget, self._ledger, batcher, plan, lag)
         rollout = Rollout(
             slots=slots,
             pool=pool,
@@ -243,6 +254,7 @@ class LLMCollector(Reading, metaclass=_DCMeta):
             limits=limits,
             events=events,
             control=control,
+            lag=lag,
         )
         if seed is not None:
             self._launches.set_seed(seed)
@@ -255,8 +267,9 @@ class LLMCollector(Reading, metaclass=_DCMeta):
             "limits": limits,
         }
         self._control = control
+        changing = None if lag is None else weights.changing
         self._pool = pool
-        self._collection = Collection(rollout, control, self._ledger, BatchFinish(self), sink)
+        self._collection = Collection(rollout, control, self._ledger, BatchFinish(self), sink, changing)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
 
@@ -276,11 +289,6 @@ class LLMCollector(Reading, metaclass=_DCMeta):
             ``generation_timeouts``, ``env_timeouts``); ``longest_wait_seconds``, ``most_overtaken``.
         """
         return self._ledger.snapshot() | self._weights.stats() | self._launches.stats()
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the policies' weights: from 0, or the number that :meth:`update_policy_weights_` was given."""
-        return self._weights.version
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds the environments, orders of prompts that have not begun, and every request from now on.
@@ -336,40 +344,6 @@ class LLMCollector(Reading, metaclass=_DCMeta):
             self._launches.load_state_dict(state_dict["launches"])
             self._ledger.load_state_dict(state_dict["ledger"])
             self._pool.restore_version(state_dict["policy_version"])
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        version: int | None = None,
-        update_mode: str | None = None,
-    ) -> None:
-        """Gives all policies new weights; returns when each makes its next tokens with them. Safe from any thread.
-
-        Args:
-            policy_or_weights: a module, a TensorDict, a state dict, an iterator of (name, tensor), or the path of a
-                folder of safetensors. Names are those of the policy's model (for vLLM those of the Hugging Face
-                checkpoint); what wrappers put before them is ignored. float32 weights are cast to a narrower policy.
-
-        Keyword Args:
-            weights: the same, by its other TorchRL name.
-            policy: the same, by its other TorchRL name.
-            version: number of the new weights, greater than that of the last; one more by default.
-            update_mode: what becomes of the responses that are being made; by default the collector's. ``"continue"``:
-                they go on with the new weights between two tokens. ``"wait"``: they are finished first, and new ones
-                wait. ``"restart"``: they begin again, and their tokens are thrown away.
-
-        Raises:
-            ValueError: if the weights do not fit; the first mismatches are listed, and the old weights stay in use.
-            TypeError: if the weights have none of the allowed forms, or a policy has no weights.
-            CollectorError: if the collection failed or was shut down.
-            PolicyError: if a policy failed while it switched.
-        """
-        source = one_source(policy_or_weights, weights, policy)
-        self._collection.check_open()
-        self._weights.update(source, version, update_mode)
 
     def evaluate(self, prompts: Any, n: int = 1, key: str | None = None) -> TensorDictBase:
         """Runs a list of prompts on the collector's policies, beside the training stream, whose order and books stay.

@@ -22,6 +22,7 @@ from torchrl_llm.batches import Batcher, Trajectory, Turn, ended_trajectories
 from torchrl_llm.budget import Budget
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.lag import Lag
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.plan import BatchPlan
 from torchrl_llm.policies.pool import PolicyPool
@@ -61,6 +62,7 @@ class Launches:
         ledger: the books.
         batcher: where finished turns go.
         plan: what a batch is.
+        lag: how far what is delivered may lie behind the weights; ``None`` for no limit.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class Launches:
         ledger: Ledger,
         batcher: Batcher,
         plan: BatchPlan,
+        lag: Lag | None = None,
     ) -> None:
+        self._lag = lag
         self._pool = pool
         self._route = route
         self._budget = budget
@@ -111,20 +115,36 @@ class Launches:
 
     # Before a trajectory
 
-    def may_begin(self, begun: int, new: bool, slot: Slot) -> bool:
+    def may_begin(self, begun: int, new: bool, slot: Slot, unparked: int = 0) -> bool:
         """Whether another turn may begin.
 
         Args:
             begun: turns in flight.
             new: whether it would be the first of its trajectory.
             slot: where.
+            unparked: how many others have just got leave, and have not begun yet.
         """
-        kept = self._ledger.turns_kept
+        within = self._budget.may_begin(self._ledger.turns_kept, begun + unparked, new)
         if not new:
-            return self._budget.may_begin(kept, begun, False)
+            return within and self._in_time(begun, new, unparked)
         if slot.source is not None and slot.source.pending:
-            return self._plan.groups or self._budget.may_begin(kept, begun, True)
-        return self._source_of(slot) not in self._dry and self._budget.may_begin(kept, begun, True) and self._has_room()
+            # A group that was begun may always be completed.
+            return self._plan.groups or (within and self._in_time(begun, new, unparked))
+        if self._source_of(slot) in self._dry or not within:
+            return False
+        return self._has_room() and self._in_time(begun, new, unparked)
+
+    def _in_time(self, begun: int, new: bool, unparked: int = 0) -> bool:
+        """Whether what begins now need not come too late."""
+        if self._lag is None:
+            return True
+        on_their_way = self._ledger.turns_pending + begun if self._units is None else self._units.under_way
+        return self._lag.may_begin(on_their_way + unparked, new)
+
+    def refused(self, begun: int, new: bool) -> None:
+        """Notes that a slot was refused, and counts it if that was for what would come too late."""
+        if not self._in_time(begun, new):
+            self._ledger.hold_for_lag()
 
     def _has_room(self) -> bool:
         """Whether a new unit may be opened."""
@@ -147,7 +167,7 @@ class Launches:
         index = self._source_of(slot)
         while len(slot.reserved) < free:
             owed = slot.source.pending
-            if not owed and slot.reserved and not self._has_room():
+            if not owed and slot.reserved and not (self._has_room() and self._in_time(begun, True, len(slot.reserved))):
                 break
             taken = slot.source.take(min(free - len(slot.reserved), owed or 1))
             if not taken:

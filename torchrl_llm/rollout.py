@@ -28,10 +28,12 @@ from torchrl_llm.env_threads import Done, EnvEvent, EnvThreads, Job
 from torchrl_llm.envs import Row, Slot
 from torchrl_llm.errors import CollectorError, PromptTooLong
 from torchrl_llm.failures import Failures
+from torchrl_llm.lag import Lag
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Response, Ticket
+from torchrl_llm.stale import Stale
 from torchrl_llm.timeouts import Timeouts, mark_end
 
 
@@ -49,6 +51,7 @@ class Rollout:
         limits: how long things may take.
         events: the loop's queue; responses to its requests are posted there.
         control: stop and pause.
+        lag: how far what is delivered may lie behind the weights; ``None`` for no limit.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Rollout:
         limits: Limits,
         events: queue.SimpleQueue[Response | EnvEvent | None],
         control: Control,
+        lag: Lag | None = None,
     ) -> None:
         self.slots = slots
         self.pool = pool
@@ -73,6 +77,7 @@ class Rollout:
         self._ledger = ledger
         self.failures = Failures(pool, batcher, ledger, restart, launches)
         self._timeouts = Timeouts(limits, ledger)
+        self._stale = Stale(lag, slots, batcher, ledger, self.abandon, launches.lost)
         self._events = events
         self._control = control
         self._work: deque[Callable[[], None]] = deque()
@@ -99,6 +104,7 @@ class Rollout:
             left = self.launches.left()
             if left == 0:
                 return None
+            self._stale.drop()
             batch = self._batcher.pop(left)
             if batch is not None:
                 self.launches.batch_made()
@@ -125,7 +131,12 @@ class Rollout:
 
     def flush(self) -> list[Turn]:
         """The finished turns that no batch was made of, when the collection stops; may be empty."""
+        self._stale.drop()
         return self._batcher.flush()
+
+    def fresh(self, turns: list[Turn]) -> bool:
+        """Whether a batch may still be delivered; if not, it is taken back, and what is too old in it dropped."""
+        return self._stale.fresh(turns)
 
     def close(self, deadline: float) -> list[str]:
         """Ends runners and environment threads, and what was built here; returns the names of threads still busy."""
@@ -166,6 +177,7 @@ class Rollout:
         if idle and slot.exhausted:
             return
         if not self.launches.may_begin(self._begun, idle, slot):
+            self.launches.refused(self._begun, idle)
             self._park(slot, idle)
         elif free and not slot.exhausted and self.launches.reserve(slot, self._begun):
             self._reserve(slot, len(slot.rows))
@@ -205,7 +217,7 @@ class Rollout:
         """Takes up parked slots that may begin now: a delivery, a failure or an update may have made room."""
         for (new, _), parked in self._parked.items():
             moved = 0
-            while parked and self.launches.may_begin(self._begun + moved, new, parked[0]):
+            while parked and self.launches.may_begin(self._begun, new, parked[0], moved):
                 self.advance_later(parked.popleft())
                 moved += 1
 
@@ -288,6 +300,9 @@ class Rollout:
         if error is not None:
             self.failures.policy_failed(row, ticket, error)
         else:
+            assert row.trajectory is not None
+            if row.trajectory.version is None:
+                row.trajectory.version = response.policy_version
             row.response, row.answer, row.carry = response.output, response, response.carry
             response.carry = None  # or each turn of a trajectory would keep its whole past
         if slot.awaited == 0:
@@ -370,7 +385,9 @@ class Rollout:
         done = done or truncated
         mark_end(data, truncated)
         self._ledger.finish_turn(answer.prompt_tokens, answer.response_tokens)
-        self._batcher.add(Turn(trajectory, step, data, done, answer))
+        turn = Turn(trajectory, step, data, done, answer)
+        self._batcher.add(turn)
+        self._stale.finished(turn)
         self.launches.settle()
         if done or not self._batcher.whole_trajectories:
             self.failures.none_in_row(slot, trajectory.policy_id)

@@ -33,7 +33,7 @@ class Hold:
         >>> hold.run(lambda: threading.current_thread() is owner)
         True
         >>> hold.release()
-        ... owner.join()
+        >>> owner.join()
     """
 
     def __init__(self, owner: str) -> None:

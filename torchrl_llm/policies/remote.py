@@ -51,6 +51,7 @@ class RemoteRunner:
         self._waiting: deque[tuple[Ticket, Prompt]] = deque()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
+        self._called_with: dict[Ticket, int] = {}
         self._free = 0
         self._closing = False
 
@@ -75,6 +76,11 @@ class RemoteRunner:
     def weight_target(self) -> None:
         """Its weights are elsewhere: the user's own ``weight_updater`` or ``weight_sync_schemes`` reach them."""
         return None
+
+    def began(self, ticket: Ticket) -> int | None:
+        """The version when the call was made, if it is under way and the weights have changed since."""
+        version = self._called_with.get(ticket)
+        return version if version is not None and version < self.version else None
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`. A call that is under way goes on."""
@@ -105,7 +111,11 @@ class RemoteRunner:
                 if self._closing:
                     return
                 ticket, prompt = self._waiting.popleft()
+                begun_with = self._called_with[ticket] = self.version
             response = self._call(ticket, prompt)
+            with self._changed:
+                del self._called_with[ticket]
+            response.policy_version, response.policy_version_end = begun_with, self.version
             if not self._closing:
                 self._post(response)
 
