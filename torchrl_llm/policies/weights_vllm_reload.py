@@ -101,10 +101,15 @@ def forget_old_weights(engine: Any) -> None:
 def spec_of_engine(llm: Any) -> WeightSpec:
     """The weights that an engine takes: those of the ``transformers`` model of its configuration, by its dtype."""
     if llm not in _specs:
-        from transformers import AutoModelForCausalLM
-
         config = llm.llm_engine.model_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config.hf_config)
-        _specs[llm] = spec_of_module(model, dtype=config.dtype)
+        _specs[llm] = spec_of_config(config.hf_config, config.dtype)
     return _specs[llm]
+
+
+def spec_of_config(hf_config: Any, dtype: torch.dtype) -> WeightSpec:
+    """The weights of the ``transformers`` model of a configuration, in a dtype."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return spec_of_module(model, dtype=dtype)
