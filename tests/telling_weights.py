@@ -41,3 +41,22 @@ def perturbed(model: Any, seed: int) -> Any:
         for parameter in other.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return other
+
+
+def own_answer(model: Any, tokenizer: Any, prompt: str, tokens: int = 12) -> tuple[list[int], torch.Tensor]:
+    """The greedy answer of the model itself, and its log-probs."""
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    for _ in range(tokens):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    with torch.no_grad():
+        scores = torch.log_softmax(model(ids).logits[0, -tokens - 1 : -1], dim=-1)
+    made = ids[0, -tokens:]
+    return made.tolist(), scores.gather(1, made[:, None])[:, 0]
+
+
+def check_answer(row: Any, model: Any, tokenizer: Any) -> None:
+    prompt = row["text"].prompt
+    made, scores = own_answer(model, tokenizer, prompt)
+    assert row["tokens"].response.tolist() == made
+    torch.testing.assert_close(row["log_probs"].response, scores, atol=2e-4, rtol=0)

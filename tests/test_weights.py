@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import ScriptedEnv
-from telling_weights import load_tiny, perturbed, telling, token_of
+from telling_weights import check_answer, load_tiny, perturbed, telling, token_of
 from tensordict import TensorDict
 from torchrl.modules.llm import TransformersWrapper, vLLMWrapper
 
@@ -39,25 +39,6 @@ def vllm_policy(llm: Any, tokens: int = 12, **options: Any) -> Any:
 def transformers_policy(model: Any, tokenizer: Any, tokens: int = 12) -> Any:
     generate = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
     return TransformersWrapper(model, tokenizer=tokenizer, input_mode="text", generate_kwargs=generate)
-
-
-def own_answer(model: Any, tokenizer: Any, prompt: str, tokens: int = 12) -> tuple[list[int], torch.Tensor]:
-    """The greedy answer of the model itself, and its log-probs."""
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    for _ in range(tokens):
-        with torch.no_grad():
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    with torch.no_grad():
-        scores = torch.log_softmax(model(ids).logits[0, -tokens - 1 : -1], dim=-1)
-    made = ids[0, -tokens:]
-    return made.tolist(), scores.gather(1, made[:, None])[:, 0]
-
-
-def check_answer(row: Any, model: Any, tokenizer: Any) -> None:
-    prompt = row["text"].prompt
-    made, scores = own_answer(model, tokenizer, prompt)
-    assert row["tokens"].response.tolist() == made
-    torch.testing.assert_close(row["log_probs"].response, scores, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])

@@ -77,7 +77,9 @@ class RemoteRunner:
 
     def weight_target(self) -> WeightTarget | None:
         """See :meth:`Runner.weight_target`."""
-        return RemoteTarget(self._engine, self.track_token_versions) if self._engine.access.methods() else None
+        if self.policy is not None and not self._engine.access.methods():
+            return None
+        return RemoteTarget(self._engine, self.track_token_versions)
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`. An actor whose ``generate`` is no coroutine works on to the end of the call."""

@@ -124,6 +124,7 @@ class AsyncVLLMAccess(_RayCalls):
     def __init__(self, model: Any) -> None:
         self._model = model
         self._facts: dict[str, Any] | None = None
+        self._warned = False
 
     def start(self, prompt: list[int], params: Any) -> Any:
         """See :class:`Access`. The replica is chosen by the service's load balancer."""
@@ -166,11 +167,10 @@ class AsyncVLLMAccess(_RayCalls):
         if getattr(self._model, "_trainer_nccl_group", None) is None:
             return ["reload_weights"]
         if not torchrl_fits_vllm():
-            logger.warning(
-                "AsyncVLLM.update_weights of torchrl %s does not work with vllm %s; its weights go through files",
-                version("torchrl"),
-                version("vllm"),
-            )
+            if not self._warned:
+                self._warned = True
+                versions = version("torchrl"), version("vllm")
+                logger.warning("torchrl %s's AsyncVLLM.update_weights cannot use vllm %s: files are used", *versions)
             return ["reload_weights"]
         return ["update_weights", "reload_weights"]
 

@@ -74,6 +74,7 @@ class RemoteEngine:
 
     def __init__(self, model: Any) -> None:
         self.access: Access = make_access(model)
+        self.name = self.access.name
         self.version = 0
         self.holders = 0
         self.closed = False
@@ -130,7 +131,10 @@ class RemoteEngine:
         with self._changed:
             self._changed.notify()
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        return [self._thread.name] if self._thread.is_alive() else []
+        if self._thread.is_alive():
+            return [self._thread.name]
+        del self.access  # Whoever still knows this thread must not keep the engine alive.
+        return []
 
     def switched(self, version: int) -> None:
         """Notes that the weights have just become those of ``version``; for the engine's thread only."""

