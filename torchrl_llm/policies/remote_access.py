@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
+import torchrl
 
 from torchrl_llm.weight_spec import WeightSpec
 
@@ -169,7 +169,9 @@ class AsyncVLLMAccess(_RayCalls):
         if not torchrl_fits_vllm():
             if not self._warned:
                 self._warned = True
-                versions = version("torchrl"), version("vllm")
+                import vllm
+
+                versions = torchrl.__version__, vllm.__version__
                 logger.warning("torchrl %s's AsyncVLLM.update_weights cannot use vllm %s: files are used", *versions)
             return ["reload_weights"]
         return ["update_weights", "reload_weights"]
