@@ -1,4 +1,4 @@
-"""The runner for engines that live elsewhere, on real Ray actors: scripted ones for timing and faults, and real vLLM."""
+"""The runner for engines that live elsewhere, on Ray actors: scripted ones for timing and faults, and real vLLM."""
 
 from __future__ import annotations
 
@@ -55,9 +55,12 @@ def updatable_engine_class() -> Any:
         def __init__(self) -> None:
             import asyncio
 
+            self.open = asyncio.Event()
+            self.begin_anew()
+
+        def begin_anew(self) -> None:
             self.weight = 0
             self.calls = 0
-            self.open = asyncio.Event()
             self.open.set()
 
         async def generate(self, prompts: list[Any], sampling_params: Any = None) -> list[Any]:
@@ -121,9 +124,22 @@ def actor(cluster: None) -> Any:
     return actor
 
 
-@pytest.fixture
-def updatable(cluster: None) -> Any:
+@pytest.fixture(scope="module")
+def shared_updatable(cluster: None) -> Any:
     return start_updatable()
+
+
+@pytest.fixture(scope="module")
+def another_updatable(cluster: None) -> Any:
+    """For the last two tests: one takes the place of the other, and dies, too."""
+    return start_updatable()
+
+
+@pytest.fixture
+def updatable(shared_updatable: Any) -> Any:
+    """An actor that takes weights, with its first ones."""
+    ray.get(shared_updatable.begin_anew.remote())
+    return shared_updatable
 
 
 def start_updatable() -> Any:
@@ -175,38 +191,6 @@ def test_an_actor_without_a_way_to_give_it_weights_is_told(actor: Any, tiny_mode
         pytest.raises(TypeError, match="without weights that can be updated"),
     ):
         collector.update_policy_weights_({"w": torch.tensor(1)})
-
-
-def test_the_death_of_the_actor_reaches_the_reader(updatable: Any, tiny_model: str) -> None:
-    ray.get(updatable.stop.remote())
-    with LLMCollector(ScriptedEnv(), policy_of(updatable, tiny_model), steps_per_batch=1) as collector:
-        dies = threading.Thread(target=lambda: (in_flight(updatable, 1), updatable.die.remote()))
-        dies.start()
-        with pytest.raises(PolicyError, match="ActorDiedError"):
-            next(collector)
-        dies.join()
-        assert_conserved(collector.stats())
-
-
-def test_an_actor_that_dies_is_built_anew_with_the_newest_weights(cluster: None, tiny_model: str) -> None:
-    built: list[Any] = []
-
-    def make_policy() -> Any:
-        built.append(start_updatable())
-        return policy_of(built[-1], tiny_model)
-
-    with LLMCollector(ScriptedEnv, make_policy, num_envs=3, steps_per_batch=3, on_error="restart") as collector:
-        next(collector)
-        collector.update_policy_weights_({"w": torch.tensor(7)})
-        built[0].die.remote()
-        while len(built) == 1:
-            next(collector)
-        for _ in range(3):
-            next(collector)
-        assert responses(next(collector)) == [[107, 107]] * 3
-        stats = collector.stats()
-    assert_conserved(stats)
-    assert stats["policy_restarts"] == 1
 
 
 def in_flight(actor: Any, calls: int) -> None:
@@ -310,6 +294,10 @@ def test_a_vllm_llm_in_an_actor_is_updated_through_collective_rpc(cluster: None,
     with LLMCollector(envs, policy, steps_per_batch=3, track_token_versions=True, update_mode="wait") as collector:
         for row in next(collector).unbind(0):
             check_answer(row, original, tokenizer)
+        with pytest.raises(ValueError, match=r"'model\.norm\.weight' is missing"):
+            collector.update_policy_weights_(
+                (name, w) for name, w in original.state_dict().items() if name != "model.norm.weight"
+            )
         new = perturbed(original, 4)
         collector.update_policy_weights_(new)
         fresh = []
@@ -324,3 +312,34 @@ def test_a_vllm_llm_in_an_actor_is_updated_through_collective_rpc(cluster: None,
                     versions = row["collector", "token_versions"].tolist()
                     assert row["tokens"].response.tolist() == [token_of(v) for v in versions]
         assert collector.policy_version == 7
+    ray.kill(llm)
+
+
+def test_an_actor_that_dies_is_built_anew_with_the_newest_weights(
+    updatable: Any, another_updatable: Any, tiny_model: str
+) -> None:
+    actors = iter([updatable, another_updatable])
+    with LLMCollector(
+        ScriptedEnv, lambda: policy_of(next(actors), tiny_model), num_envs=3, steps_per_batch=3, on_error="restart"
+    ) as collector:
+        next(collector)
+        collector.update_policy_weights_({"w": torch.tensor(7)})
+        updatable.die.remote()
+        while collector.stats()["policy_restarts"] == 0:
+            next(collector)
+        for _ in range(3):
+            next(collector)
+        assert responses(next(collector)) == [[107, 107]] * 3
+        assert_conserved(collector.stats())
+        assert ray.get(another_updatable.calls_so_far.remote()) >= 3
+
+
+def test_the_death_of_the_actor_reaches_the_reader(another_updatable: Any, tiny_model: str) -> None:
+    ray.get([another_updatable.begin_anew.remote(), another_updatable.stop.remote()])
+    with LLMCollector(ScriptedEnv(), policy_of(another_updatable, tiny_model), steps_per_batch=1) as collector:
+        dies = threading.Thread(target=lambda: (in_flight(another_updatable, 1), another_updatable.die.remote()))
+        dies.start()
+        with pytest.raises(PolicyError, match="ActorDiedError"):
+            next(collector)
+        dies.join()
+        assert_conserved(collector.stats())

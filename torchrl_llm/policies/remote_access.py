@@ -8,14 +8,17 @@ A Ray actor of the user's own, or what forwards to one, needs::
 
     generate(prompts, sampling_params=...) -> list[vllm.RequestOutput]    # several calls at a time, if it can
 
-and for weight updates either of::
+and for weight updates both of these, which ``vllm.LLM`` and ``AsyncLLM`` have::
 
-    update_weights(weights)               # a list of (name, tensor); forgets what the old ones have left in caches
-    collective_rpc(method, timeout, args, kwargs)                         # as vllm.LLM has it, together with
-    reset_prefix_cache(reset_running_requests=True) -> bool               # as vllm.LLM has it
+    collective_rpc(method, timeout, args, kwargs)
+    reset_prefix_cache(reset_running_requests=True) -> bool
 
-and may have ``get_model_metadata() -> {name: (dtype, shape)}``, as torchrl's engines have it: what weights are checked
-against.
+or, if it lacks one of them (vLLM's own ``update_weights`` is something else)::
+
+    update_weights(weights)  # a list of (name, tensor); forgets what the old ones have left in caches
+
+It may have ``get_model_metadata() -> {name: (dtype, shape)}``, as torchrl's engines have it: what weights are checked
+against. A vLLM engine in an actor is asked for its configuration.
 
 Used by the engine's thread, and by the thread that stages an update.
 """
@@ -29,6 +32,7 @@ from typing import Any, Protocol
 import torch
 import torchrl
 
+from torchrl_llm.policies.weights_vllm_reload import spec_of_config
 from torchrl_llm.weight_spec import WeightSpec
 
 logger = logging.getLogger("torchrl_llm")
@@ -75,7 +79,7 @@ class Access(Protocol):
         """The Ray nodes where its weights are read from files, as far as they are known."""
 
     def methods(self) -> list[str]:
-        """Which of the ways to give it weights it has, the best first: ``"update_weights"``, ``"reload_weights"``."""
+        """The ways to give it weights, the best first: ``"update_weights"``, ``"reload_weights"``."""
 
     def stage_weights(self, weights: list[tuple[str, torch.Tensor]]) -> Any:
         """Prepares tensors for :meth:`update_weights`."""
@@ -153,8 +157,6 @@ class AsyncVLLMAccess(_RayCalls):
 
     def spec(self) -> WeightSpec:
         """See :class:`Access`."""
-        from torchrl_llm.policies.weights_vllm_reload import spec_of_config
-
         facts = self._describe()
         return spec_of_config(facts["hf_config"], facts["dtype"])
 
@@ -194,16 +196,9 @@ class AsyncVLLMAccess(_RayCalls):
 
     def _describe(self) -> dict[str, Any]:
         """What the first replica knows of its model."""
-        import ray
-
         if self._facts is None:
-
-            def describe(actor: Any) -> dict[str, Any]:
-                config = actor.engine.model_config
-                return {name: getattr(config, name) for name in ("hf_config", "dtype", "max_model_len")}
-
-            facts = self._model.actors[0].__ray_call__.remote(describe)
-            self._facts = ray.get(facts, timeout=DESCRIBE_SECONDS)
+            self._facts = describe(self._model.actors[0])
+        assert self._facts is not None, "a replica of AsyncVLLM holds a vLLM engine"
         return self._facts
 
     def _on_all(self, method: str, **arguments: Any) -> list[Any]:
@@ -248,10 +243,11 @@ class ActorAccess(_RayCalls):
 
     def spec(self) -> WeightSpec | None:
         """See :class:`Access`."""
-        if not hasattr(self._model, "get_model_metadata"):
-            return None
-        metadata = self._call("get_model_metadata")
-        return WeightSpec({name: (shape, dtype) for name, (dtype, shape) in metadata.items()})
+        if hasattr(self._model, "get_model_metadata"):
+            metadata = self._call("get_model_metadata")
+            return WeightSpec({name: (shape, dtype) for name, (dtype, shape) in metadata.items()})
+        facts = describe(self._model)
+        return None if facts is None else spec_of_config(facts["hf_config"], facts["dtype"])
 
     def nodes(self) -> set[str]:
         """See :class:`Access`."""
@@ -260,10 +256,9 @@ class ActorAccess(_RayCalls):
 
     def methods(self) -> list[str]:
         """See :class:`Access`."""
-        found = ["update_weights"] if hasattr(self._model, "update_weights") else []
-        if hasattr(self._model, "collective_rpc") and hasattr(self._model, "reset_prefix_cache"):
-            found.append("reload_weights")
-        return found
+        has_rpc = hasattr(self._model, "collective_rpc") and hasattr(self._model, "reset_prefix_cache")
+        found = ["reload_weights"] if has_rpc else []
+        return [*found, "update_weights"] if hasattr(self._model, "update_weights") else found
 
     def stage_weights(self, weights: list[tuple[str, torch.Tensor]]) -> Any:
         """See :class:`Access`. They go into Ray's object store."""
@@ -305,6 +300,22 @@ def torchrl_fits_vllm() -> bool:
     begin = getattr(AsyncLLM, "start_weight_update", None)
     takes = begin is None or "is_checkpoint_format" in inspect.signature(begin).parameters
     return takes and hasattr(nccl_engine, "NCCLTrainerSendWeightsArgs")
+
+
+def describe(actor: Any) -> dict[str, Any] | None:
+    """Configuration, dtype and context of the vLLM engine in an actor; ``None`` if there is none to be found."""
+    import ray
+
+    def look(found: Any) -> dict[str, Any] | None:  # Sent to the actor by value: it needs no package of ours.
+        for name in ("llm_engine", "engine"):
+            found = getattr(found, name, found)
+        config = getattr(found, "model_config", None)
+        return None if config is None else {n: getattr(config, n) for n in ("hf_config", "dtype", "max_model_len")}
+
+    if not hasattr(actor, "__ray_call__"):
+        return None
+    facts: dict[str, Any] | None = ray.get(actor.__ray_call__.remote(look), timeout=DESCRIBE_SECONDS)
+    return facts
 
 
 def node_of(actor: Any) -> str | None:
