@@ -55,8 +55,8 @@ def own_answer(model: Any, tokenizer: Any, prompt: str, tokens: int = 12) -> tup
     return made.tolist(), scores.gather(1, made[:, None])[:, 0]
 
 
-def check_answer(row: Any, model: Any, tokenizer: Any) -> None:
+def check_answer(row: Any, model: Any, tokenizer: Any, tokens: int = 12) -> None:
     prompt = row["text"].prompt
-    made, scores = own_answer(model, tokenizer, prompt)
+    made, scores = own_answer(model, tokenizer, prompt, tokens)
     assert row["tokens"].response.tolist() == made
     torch.testing.assert_close(row["log_probs"].response, scores, atol=2e-4, rtol=0)

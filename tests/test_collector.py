@@ -401,9 +401,7 @@ def test_what_comes_later_says_so(call: Callable[[LLMCollector], Any]) -> None:
         call(collector)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("groups_per_batch", 2), ("max_policy_lag", 1), ("seed", 0), ("backend", "ray")]
-)
+@pytest.mark.parametrize(("name", "value"), [("groups_per_batch", 2), ("seed", 0), ("backend", "ray")])
 def test_arguments_that_come_later_say_so(name: str, value: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{name}={value!r} comes with a later release"):
         LLMCollector(ScriptedEnv, echo, steps_per_batch=1, **{name: value})

@@ -68,7 +68,7 @@ REPLACED = {
     "worker_idx": "leave it out; turns have ('collector', 'env_id') and ('collector', 'policy_id')",
     "verbose": "use logging.getLogger('torchrl_llm') and collector.stats()",
 }
-LATER = ("groups_per_batch", "max_policy_lag", "seed")
+LATER = ("groups_per_batch", "seed")
 
 
 def reject_unknown(arguments: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ Owned by the rollout, and used only by the thread that drives it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +29,7 @@ class Trajectory:
     policy_id: int
     group_id: int = -1
     turns: int = 0
+    version: int | None = None
 
 
 @dataclass
@@ -40,6 +42,11 @@ class Turn:
     done: bool
     answer: Response | None = None
 
+    @property
+    def version(self) -> int:
+        """The version of the weights with which the response began."""
+        return 0 if self.answer is None else self.answer.policy_version
+
     def stamped(self) -> TensorDictBase:
         """The turn's data with its ``"collector"`` entries: int64 scalars, and the finish reason if it is known."""
         trajectory, answer = self.trajectory, self.answer
@@ -49,7 +56,7 @@ class Turn:
             "env_id": trajectory.env_id,
             "policy_id": trajectory.policy_id,
             "group_id": trajectory.group_id,
-            "policy_version": 0 if answer is None else answer.policy_version,
+            "policy_version": self.version,
             "policy_version_end": 0 if answer is None else answer.policy_version_end,
         }
         entries = TensorDict({key: torch.tensor(value) for key, value in ids.items()}, batch_size=())
@@ -58,12 +65,23 @@ class Turn:
         if answer is not None and answer.token_versions is not None:
             entries.set("token_versions", answer.token_versions)
         self.data.set("collector", entries)
+        if answer is not None:
+            _agree(self.data, answer.policy_version, answer.policy_version_end)
         return self.data
 
 
-class Batcher(Protocol):
-    """Collects finished turns and gives them back in the reader's unit."""
+def _agree(data: TensorDictBase, begin: int, end: int) -> None:
+    """Sets what TorchRL's ``PolicyVersion`` wrote, which is the version when the environment was called."""
+    for where, version in ((data, begin), (data.get("next", None), end)):
+        written = None if where is None else where.get("policy_version", None)
+        if isinstance(written, torch.Tensor):
+            where.set("policy_version", torch.full_like(written, version))
 
+
+class Batcher(Protocol):
+    """Collects finished turns and gives them back in the reader's unit, ``size`` of them at a time."""
+
+    size: int
     whole_trajectories: bool
 
     def add(self, turn: Turn) -> None:
@@ -77,6 +95,12 @@ class Batcher(Protocol):
 
     def drop(self, trajectory: Trajectory) -> int:
         """Forgets an unfinished trajectory; returns how many of its finished turns are lost by that."""
+
+    def expel(self, too_old: Callable[[int], bool]) -> list[Turn]:
+        """Takes out what is finished and whose response (of trajectories: the first) began with a too old version."""
+
+    def put_back(self, turns: list[Turn]) -> None:
+        """Takes a batch back that was not handed over; it comes first again."""
 
 
 @dataclass
@@ -115,6 +139,17 @@ class StepBatcher:
     def drop(self, trajectory: Trajectory) -> int:
         """Nothing is lost: the turns that were finished are delivered, also of a trajectory that failed later."""
         return 0
+
+    def expel(self, too_old: Callable[[int], bool]) -> list[Turn]:
+        """See :meth:`Batcher.expel`."""
+        old = [turn for turn in self._turns if too_old(turn.version)]
+        if old:
+            self._turns = deque(turn for turn in self._turns if not too_old(turn.version))
+        return old
+
+    def put_back(self, turns: list[Turn]) -> None:
+        """See :meth:`Batcher.put_back`."""
+        self._turns.extendleft(reversed(turns))
 
 
 @dataclass
@@ -159,6 +194,20 @@ class TrajectoryBatcher:
     def drop(self, trajectory: Trajectory) -> int:
         """See :meth:`Batcher.drop`."""
         return len(self._open.pop(trajectory.id, ()))
+
+    def expel(self, too_old: Callable[[int], bool]) -> list[Turn]:
+        """See :meth:`Batcher.expel`."""
+        old = [turns for turns in self._complete if too_old(turns[0].version)]
+        if old:
+            self._complete = deque(turns for turns in self._complete if not too_old(turns[0].version))
+        return [turn for turns in old for turn in turns]
+
+    def put_back(self, turns: list[Turn]) -> None:
+        """See :meth:`Batcher.put_back`."""
+        whole: dict[int, list[Turn]] = {}
+        for turn in turns:
+            whole.setdefault(turn.trajectory.id, []).append(turn)
+        self._complete.extendleft(reversed(whole.values()))
 
     def _take(self, count: int) -> list[Turn]:
         return [turn for _ in range(count) for turn in self._complete.popleft()]

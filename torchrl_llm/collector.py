@@ -23,6 +23,7 @@ from torchrl_llm.assembly import build_policies, build_slots
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.lag import make_lag
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import END, Collection
@@ -80,7 +81,10 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         on_error: ``"raise"`` (default) stops and gives the error to the reader; ``"restart"`` drops the trajectory,
             rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row.
         groups_per_batch: not yet supported.
-        max_policy_lag: not yet supported.
+        max_policy_lag: ``k``: no trajectory (with ``steps_per_batch``: no turn) is delivered that began more than k
+            versions before the version of the weights at delivery. What would come too late is not begun; what has
+            become too old is dropped and replaced (``"stale"`` in :meth:`stats`). 0 with ``next()`` is the strictly
+            on-policy case: batches of one version. ``None`` (default) for no limit.
         update_mode: what becomes of the responses that are being made at a weight update: ``"continue"`` (default),
             ``"wait"`` or ``"restart"``; see :meth:`update_policy_weights_`.
         track_token_versions: whether turns have ``("collector", "token_versions")``, int64 of shape ``(T,)``: the
@@ -141,13 +145,15 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
     ) -> None:
         arguments.reject_unknown(unknown)
         check_mode(update_mode)
-        later = {"groups_per_batch": groups_per_batch, "max_policy_lag": max_policy_lag, "seed": seed}
+        later = {"groups_per_batch": groups_per_batch, "seed": seed}
         for name, value in later.items():
             if value is not None:
                 raise NotImplementedError(f"{name}={value!r} comes with a later release; leave it out")
         batcher = arguments.make_batcher(steps_per_batch, trajectories_per_batch)
         arguments.check_int("total_steps", total_steps, "-1 for no end, or an int of at least 1", minimum=1, or_=-1)
         arguments.check_int("env_threads", env_threads, "an int of at least 0", minimum=0)
+        if max_policy_lag is not None:
+            arguments.check_int("max_policy_lag", max_policy_lag, "an int of at least 0, or None", minimum=0)
         if postproc is not None and not callable(postproc):
             raise TypeError(f"postproc={postproc!r} is not allowed: pass a callable batch -> batch, or None")
         envs = arguments.env_sources(env, num_envs)
@@ -170,22 +176,26 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         slots = build_slots(envs)
         pool = build_policies(policies, options, slots, route)
         pool.track_token_versions(track_token_versions)
-        self._weights = PolicyWeights(
-            pool, update_mode, keep=restart, on_update=lambda version: announce_version(slots, version)
+        weights = PolicyWeights(
+            pool, update_mode, keep=restart, on_update=lambda version: announce_version(version, slots, events.put)
         )
+        lag = make_lag(max_policy_lag, batcher, lambda: weights.version)
         rollout = Rollout(
             slots=slots,
             pool=pool,
-            launches=Launches(pool, router, Budget(total_steps, batcher.whole_trajectories), self._ledger),
+            launches=Launches(pool, router, Budget(total_steps, batcher.whole_trajectories), self._ledger, lag),
             batcher=batcher,
             ledger=self._ledger,
             restart=restart,
             env_threads=env_threads,
             events=events,
             control=control,
+            lag=lag,
         )
         self._control = control
-        self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self), sink)
+        self._weights = weights
+        changing = None if lag is None else weights.changing
+        self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self), sink, changing)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
 

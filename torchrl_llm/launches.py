@@ -11,6 +11,7 @@ from torchrl_llm.batches import Trajectory
 from torchrl_llm.budget import Budget
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.lag import Lag
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.routing import Route
@@ -24,9 +25,12 @@ class Launches:
         route: which policy gets a new trajectory.
         budget: how many turns in all.
         ledger: the books.
+        lag: how far what is delivered may lie behind the weights; ``None`` for no limit.
     """
 
-    def __init__(self, pool: PolicyPool, route: Route, budget: Budget, ledger: Ledger) -> None:
+    def __init__(self, pool: PolicyPool, route: Route, budget: Budget, ledger: Ledger, lag: Lag | None = None) -> None:
+        self._lag = lag
+        self._expected = 0
         self._pool = pool
         self._route = route
         self._budget = budget
@@ -37,14 +41,32 @@ class Launches:
         """Turns that may still be delivered; ``None`` for no end."""
         return self._budget.left(self._ledger.turns_delivered)
 
-    def may_begin(self, begun: int, new: bool) -> bool:
+    def may_begin(self, begun: int, new: bool, unparked: int = 0) -> bool:
         """Whether another turn may begin.
 
         Args:
             begun: turns in flight.
             new: whether it would be the first of its trajectory.
+            unparked: how many others have just got leave, and have not begun yet.
         """
-        return self._budget.may_begin(self._ledger.turns_kept, begun, new)
+        within = self._budget.may_begin(self._ledger.turns_kept, begun + unparked, new)
+        return within and self._in_time(begun, new, unparked)
+
+    def _in_time(self, begun: int, new: bool, unparked: int) -> bool:
+        if self._lag is None:
+            return True
+        if self._lag.whole_trajectories:
+            return self._lag.may_begin(self._ledger.in_flight + self._expected + unparked, new)
+        return self._lag.may_begin(self._ledger.turns_pending + begun + unparked, new)
+
+    def refused(self, begun: int, new: bool) -> None:
+        """Notes that a slot was refused, and counts it if only for what would come too late."""
+        if not self._in_time(begun, new, 0):
+            self._ledger.hold_for_lag()
+
+    def expect(self, trajectories: int) -> None:
+        """Notes how many trajectories a reset will begin (positive), or has begun or not (negative)."""
+        self._expected += trajectories
 
     def begin(self, slot: Slot) -> Trajectory:
         """Launches a trajectory in ``slot``.

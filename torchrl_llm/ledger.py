@@ -46,6 +46,7 @@ class Ledger:
         self._errors: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
         self._requests_in_flight = 0
+        self._lag_holds = 0
 
     def launch(self, trajectory: int) -> None:
         """Counts a trajectory as launched and in flight."""
@@ -95,6 +96,23 @@ class Ledger:
                 if trajectory in self._live:
                     self._live.remove(trajectory)
                     self._reasons[reason] += 1
+
+    def hold_for_lag(self) -> None:
+        """Counts a slot that could have begun something, had it not been likely to come too late."""
+        with self._lock:
+            self._lag_holds += 1
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories that are launched, and neither delivered nor recorded."""
+        with self._lock:
+            return len(self._live)
+
+    @property
+    def turns_pending(self) -> int:
+        """Turns that are finished, and neither delivered nor dropped."""
+        with self._lock:
+            return self._turns_finished - self._turns_delivered - self._turns_dropped.total()
 
     def error(self, kind: str) -> None:
         """Counts an error by its kind (``"env"``, ``"policy"``)."""
@@ -147,4 +165,7 @@ class Ledger:
                 "env_restarts": self._restarts["env"],
                 "policy_restarts": self._restarts["policy"],
                 "requests_in_flight": self._requests_in_flight,
+                "stale_trajectories": self._reasons["stale"],
+                "stale_turns": self._turns_dropped["stale"],
+                "lag_holds": self._lag_holds,
             }

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +28,7 @@ from torchrl_llm.control import Control, Stopped
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.rollout import Rollout
-from torchrl_llm.sinks import Sink
+from torchrl_llm.sinks import ANY_TIME, Delivery, Sink
 
 logger = logging.getLogger("torchrl_llm")
 
@@ -39,6 +40,9 @@ RELEASE_SECONDS = 5.0
 FULL_QUEUE_SECONDS = 1.0
 # How long past its deadline a shutdown waits for a driving thread that is closing down already.
 CLOSING_SECONDS = 1.0
+
+# How long a full queue may keep a weight update from ending, when what is delivered may become too old by that.
+CHANGING_POLL_SECONDS = 0.01
 
 END = object()
 
@@ -52,6 +56,7 @@ class Collection:
         ledger: its books.
         finish_batch: called with each stacked batch; what it returns is delivered, ``None`` means nothing.
         sink: where batches go; ``None`` gives them to the reader.
+        changing: held while the version of the weights changes, if what is delivered may become too old by that.
     """
 
     def __init__(
@@ -61,7 +66,9 @@ class Collection:
         ledger: Ledger,
         finish_batch: Callable[[TensorDictBase], TensorDictBase | None],
         sink: Sink | None,
+        changing: AbstractContextManager[Any] | None = None,
     ) -> None:
+        self._changing = changing
         self._rollout = rollout
         self._control = control
         self._ledger = ledger
@@ -153,15 +160,24 @@ class Collection:
             batch = self._make_batch(turns)
             if batch is None:
                 continue
+            delivery = self._delivery(turns)
             if self._sink is not None:
                 try:
-                    self._sink.write(batch, self._control)
+                    if not self._sink.write(batch, self._control, delivery):
+                        continue
                 except Stopped:
                     self._last_chance(self._sink, turns, batch)
                     raise
                 batch = None
+            elif not delivery.fresh():
+                continue
             self._ledger.deliver(len(turns), ended_trajectories(turns))
             return batch
+
+    def _delivery(self, turns: list[Turn]) -> Delivery:
+        if self._changing is None:
+            return ANY_TIME
+        return Delivery(lambda: self._rollout.fresh(turns), self._changing, poll=CHANGING_POLL_SECONDS)
 
     def _make_batch(self, turns: list[Turn]) -> TensorDictBase | None:
         try:
@@ -304,6 +320,8 @@ class Collection:
 
     def _last_chance(self, sink: Sink, turns: list[Turn], batch: TensorDictBase) -> None:
         """Offers a batch that a full queue did not take once more, when the collection stops."""
+        if not self._delivery(turns).fresh():
+            return  # It was taken back.
         if sink.write_last(batch, min(self._deadline, time.monotonic() + FULL_QUEUE_SECONDS)):
             self._ledger.deliver(len(turns), ended_trajectories(turns))
         else:

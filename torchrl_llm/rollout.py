@@ -27,10 +27,12 @@ from torchrl_llm.env_threads import EnvEvent, EnvThreads
 from torchrl_llm.envs import Row, Slot
 from torchrl_llm.errors import CollectorError, PromptTooLong
 from torchrl_llm.failures import Failures
+from torchrl_llm.lag import Lag
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Response, Ticket
+from torchrl_llm.stale import Stale
 
 
 class Rollout:
@@ -46,6 +48,7 @@ class Rollout:
         env_threads: worker threads for environments.
         events: the loop's queue; responses to its requests are posted there.
         control: stop and pause.
+        lag: how far what is delivered may lie behind the weights; ``None`` for no limit.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Rollout:
         env_threads: int,
         events: queue.SimpleQueue[Response | EnvEvent | None],
         control: Control,
+        lag: Lag | None = None,
     ) -> None:
         self.slots = slots
         self.pool = pool
@@ -68,6 +72,7 @@ class Rollout:
         self._batcher = batcher
         self._ledger = ledger
         self._failures = Failures(pool, batcher, ledger, restart)
+        self._stale = Stale(lag, slots, batcher, ledger, self.abandon)
         self._events = events
         self._control = control
         self._work: deque[Callable[[], None]] = deque(self._advancing(slot) for slot in slots)
@@ -89,6 +94,7 @@ class Rollout:
             left = self._launches.left()
             if left == 0:
                 return None
+            self._stale.drop()
             batch = self._batcher.pop(left)
             if batch is not None:
                 return batch
@@ -108,7 +114,12 @@ class Rollout:
 
     def flush(self) -> list[Turn]:
         """The finished turns that no batch was made of, when the collection stops; may be empty."""
+        self._stale.drop()
         return self._batcher.flush()
+
+    def fresh(self, turns: list[Turn]) -> bool:
+        """Whether a batch may still be delivered; if not, it is taken back, and what is too old in it dropped."""
+        return self._stale.fresh(turns)
 
     def close(self, deadline: float) -> list[str]:
         """Ends runners and environment threads, and what was built here; returns the names of threads still busy."""
@@ -148,9 +159,11 @@ class Rollout:
         if idle and slot.exhausted:
             return
         if not self._launches.may_begin(self._begun, new=idle):
+            self._launches.refused(self._begun, new=idle)
             self._parked[idle].append(slot)
         elif free and not slot.exhausted and self._launches.may_begin(self._begun, new=True):
             self._reserve(slot, len(slot.rows))
+            self._launches.expect(free)
             slot.in_call = True
             self.threads.submit(slot.reset, lambda value, error: self._on_reset(slot, value, error))
         else:
@@ -177,7 +190,7 @@ class Rollout:
         """Takes up parked slots that may begin now: a delivery, a failure or an update may have made room."""
         for new, parked in self._parked.items():
             moved = 0
-            while parked and self._launches.may_begin(self._begun + moved, new):
+            while parked and self._launches.may_begin(self._begun, new, moved):
                 self._work.append(self._advancing(parked.popleft()))
                 moved += 1
 
@@ -185,6 +198,7 @@ class Rollout:
         self, slot: Slot, observations: list[tuple[int, TensorDictBase]], error: BaseException | None
     ) -> None:
         asked = sum(row.trajectory is None for row in slot.rows)
+        self._launches.expect(-asked)
         self._returned(slot)
         if error is not None:
             self._env_failed(slot, "reset", error)
@@ -253,6 +267,9 @@ class Rollout:
         if error is not None:
             self._failures.policy_failed(row, ticket, error)
         else:
+            assert row.trajectory is not None
+            if row.trajectory.version is None:
+                row.trajectory.version = response.policy_version
             row.response, row.answer, row.carry = response.output, response, response.carry
             response.carry = None  # or each turn of a trajectory would keep its whole past
         if slot.awaited == 0:
@@ -323,7 +340,9 @@ class Rollout:
         done = done or truncated
         _say_whether_truncated(data, truncated)
         self._ledger.finish_turn(answer.prompt_tokens, answer.response_tokens)
-        self._batcher.add(Turn(trajectory, step, data, done, answer))
+        turn = Turn(trajectory, step, data, done, answer)
+        self._batcher.add(turn)
+        self._stale.finished(turn)
         if done or not self._batcher.whole_trajectories:
             self._failures.none_in_row(slot, trajectory.policy_id)
         if done:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
@@ -22,11 +25,29 @@ logger = logging.getLogger("torchrl_llm")
 PUT_POLL_SECONDS = 0.1
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """The moment at which a batch is handed over.
+
+    Args:
+        fresh: whether it may still be delivered; looked at right before it is.
+        lock: held meanwhile, so that what ``fresh`` says stays true.
+        poll: seconds for which a full queue may hold the lock.
+    """
+
+    fresh: Callable[[], bool] = lambda: True
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    poll: float = PUT_POLL_SECONDS
+
+
+ANY_TIME = Delivery()
+
+
 class Sink(Protocol):
     """Takes batches until the end."""
 
-    def write(self, batch: TensorDictBase, control: Control) -> None:
-        """Hands a batch over.
+    def write(self, batch: TensorDictBase, control: Control, delivery: Delivery = ANY_TIME) -> bool:
+        """Hands a batch over; ``False`` if it may not be delivered any more.
 
         Raises:
             Stopped: if the collection was told to stop before there was room.
@@ -58,9 +79,13 @@ class BufferSink:
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
 
-    def write(self, batch: TensorDictBase, control: Control) -> None:
+    def write(self, batch: TensorDictBase, control: Control, delivery: Delivery = ANY_TIME) -> bool:
         """See :meth:`Sink.write`."""
-        self._extend(batch)
+        with delivery.lock:
+            if not delivery.fresh():
+                return False
+            self._extend(batch)
+        return True
 
     def _extend(self, batch: TensorDictBase) -> None:
         try:
@@ -90,12 +115,15 @@ class QueueSink:
     def __init__(self, target: Any) -> None:
         self._queue = target
 
-    def write(self, batch: TensorDictBase, control: Control) -> None:
+    def write(self, batch: TensorDictBase, control: Control, delivery: Delivery = ANY_TIME) -> bool:
         """See :meth:`Sink.write`."""
         while True:
             control.checkpoint()
-            if self._put_until(batch, time.monotonic() + PUT_POLL_SECONDS):
-                return
+            with delivery.lock:
+                if not delivery.fresh():
+                    return False
+                if self._put_until(batch, time.monotonic() + delivery.poll):
+                    return True
 
     def write_last(self, batch: TensorDictBase, deadline: float) -> bool:
         """See :meth:`Sink.write_last`."""

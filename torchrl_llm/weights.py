@@ -55,6 +55,8 @@ class PolicyWeights:
         mode: what becomes of the responses that are being made, unless an update says otherwise.
         keep: whether to keep a copy of the newest weights, for policies that are rebuilt.
         on_update: called after each update, with the new version.
+
+    ``changing`` is held while the version changes.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class PolicyWeights:
         self._keep = keep
         self._kept: Weights | None = None
         self._on_update = on_update
+        self.changing = threading.RLock()
         self._version = 0
         self._updates = 0
         self._seconds = 0.0
@@ -120,12 +123,11 @@ class PolicyWeights:
         try:
             staged = [(target, target.stage(weights)) for target in targets]
             self._keep_copy(weights)
-            _switch_together(staged, version, mode)
+            self._switch_together(staged, version, mode)
         finally:
             for target in targets:
                 target.dispose()
             weights.dispose()
-        self._version = version
         self._updates += 1
         if self._on_update is not None:
             self._on_update(version)
@@ -162,10 +164,38 @@ class PolicyWeights:
             if self._kept is None or target is None:
                 return
             try:
-                _switch_together([(target, target.stage(self._kept))], self.version, "continue")
+                self._switch_together([(target, target.stage(self._kept))], self.version, "continue")
             finally:
                 target.dispose()
                 self._kept.dispose()
+
+    def _switch_together(self, staged: list[tuple[WeightTarget, Switch]], version: int, mode: str) -> None:
+        """Holds all targets, switches all, releases all.
+
+        Raises:
+            PolicyError: if a switch failed; what failed is given up.
+        """
+        holds: list[Hold] = []
+        try:
+            for target, _ in staged:
+                holds.append(target.hold(mode))
+            # What died, or was closed, on the way makes no more tokens.
+            resting = [(*one, hold) for one, hold in zip(staged, holds, strict=True) if _at_rest(hold)]
+            with self.changing:
+                failed = [outcome for one in resting if (outcome := _switch(*one, version)) is not None]
+                if not failed:
+                    self._version = version
+        finally:
+            for hold in holds:
+                hold.release()
+        if failed:
+            names = ", ".join(f"{target.name} ({type(error).__name__}: {error})" for target, error in failed)
+            gone = [target for target, _ in failed]
+            others = ", ".join(target.name for target, _, _ in resting if target not in gone) or "none"
+            raise PolicyError(
+                f"the switch to version {version} failed half way in {names}, which is given up; "
+                f"with the new weights: {others}"
+            ) from failed[0][1]
 
     def stats(self) -> dict[str, Any]:
         """``policy_version``, ``weight_updates``, the seconds that they took, and the tokens that restarts cost."""
@@ -177,8 +207,9 @@ class PolicyWeights:
         }
 
 
-def announce_version(slots: list[Slot], version: int) -> None:
-    """Tells TorchRL's ``PolicyVersion`` transforms, where environments have one, that the weights have changed."""
+def announce_version(version: int, slots: list[Slot], wake: Callable[[None], None]) -> None:
+    """Says that the weights have changed: wakes the rollout, and tells TorchRL's ``PolicyVersion`` transforms of it."""
+    wake(None)
     for slot in slots:
         for transform in _transforms(slot.env):
             if not isinstance(transform, PolicyVersion):
@@ -198,38 +229,15 @@ def _transforms(env: Any) -> list[Any]:
     return found
 
 
-def _switch_together(staged: list[tuple[WeightTarget, Switch]], version: int, mode: str) -> None:
-    """Holds all targets, switches all, releases all.
-
-    Raises:
-        PolicyError: if a switch failed; what failed is given up.
-    """
-    holds: list[Hold] = []
-    failed: list[tuple[WeightTarget, Exception]] = []
-    done: list[WeightTarget] = []
+def _switch(target: WeightTarget, switch: Switch, hold: Hold, version: int) -> tuple[WeightTarget, Exception] | None:
+    """Switches one target in its resting owner; what it failed with, if it did."""
     try:
-        for target, _ in staged:
-            holds.append(target.hold(mode))
-        resting = [_at_rest(hold) for hold in holds]
-        for (target, switch), hold, rests in zip(staged, holds, resting, strict=True):
-            if not rests:
-                continue  # It died, or was closed, on the way: it makes no more tokens.
-            try:
-                hold.run(lambda switch=switch: switch(version))  # type: ignore[misc]
-                done.append(target)
-            except Exception as error:
-                hold.run(lambda target=target, error=error: target.fail(error))  # type: ignore[misc]
-                failed.append((target, error))
-    finally:
-        for hold in holds:
-            hold.release()
-    if failed:
-        names = ", ".join(f"{target.name} ({type(error).__name__}: {error})" for target, error in failed)
-        others = ", ".join(target.name for target in done) or "none"
-        raise PolicyError(
-            f"the switch to version {version} failed half way in {names}, which is given up; "
-            f"with the new weights: {others}"
-        ) from failed[0][1]
+        hold.run(lambda: switch(version))
+    except Exception as error:
+        failure = error
+        hold.run(lambda: target.fail(failure))
+        return target, error
+    return None
 
 
 def _at_rest(hold: Hold) -> bool:

@@ -101,3 +101,15 @@ def test_a_call_that_begins_anew_counts_what_it_threw_away() -> None:
 def test_what_depends_on_where_a_response_began_cannot_go_on(params: dict[str, Any], can: bool) -> None:
     call, _ = call_of(**params)
     assert can_go_on(call.params) is can
+
+
+def test_a_call_tells_when_it_began_once_the_weights_have_changed() -> None:
+    call, _ = call_of()
+    assert call.began(current=3) is None
+    call.sent_with = 2
+    assert (call.began(current=2), call.began(current=3)) == (None, 2)
+    call.parts.append(part([5], 1))
+    assert call.began(current=3) == 1
+    call.begin_anew(0)
+    call.sent_with = None
+    assert call.began(current=3) is None

@@ -72,6 +72,10 @@ class BatchedRunner:
         """See :meth:`Runner.weight_target`."""
         return ModuleTarget(self) if isinstance(self.policy, nn.Module) else None
 
+    def began(self, ticket: Ticket) -> int | None:
+        """Never: the weights are switched between two calls."""
+        return None
+
     def hold(self, mode: str) -> Hold:
         """Brings the thread to rest between two calls of the policy; returns at once, see :class:`Hold`."""
         if threading.current_thread() is self._thread:

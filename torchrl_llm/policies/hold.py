@@ -25,6 +25,7 @@ class Hold:
         owner: name of the thread that will rest, for messages.
 
     Examples:
+        >>> import threading
         >>> hold = Hold("engine")
         >>> owner = threading.Thread(target=hold.rest)
         >>> owner.start()
@@ -32,7 +33,7 @@ class Hold:
         >>> hold.run(lambda: threading.current_thread() is owner)
         True
         >>> hold.release()
-        ... owner.join()
+        >>> owner.join()
     """
 
     def __init__(self, owner: str) -> None:

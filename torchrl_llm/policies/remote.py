@@ -81,6 +81,12 @@ class RemoteRunner:
             return None
         return RemoteTarget(self._engine, self.track_token_versions)
 
+    def began(self, ticket: Ticket) -> int | None:
+        """See :meth:`Runner.began`."""
+        with self._lock:
+            call = self._in_flight.get(ticket)
+        return None if call is None else call.began(self._engine.version)
+
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`. An actor whose ``generate`` is no coroutine works on to the end of the call."""
         with self._lock:

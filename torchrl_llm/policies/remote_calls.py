@@ -58,6 +58,8 @@ class Call:
         params: sampling parameters of the whole response.
         callback: gets the answer, or the error; called once, in the engine's thread.
         on_discard: called with the number of tokens that were thrown away, when the call begins anew.
+        parts: what was made before interruptions.
+        sent_with: version of the weights when the call was sent; ``None`` while it is kept back.
     """
 
     prompt: list[int]
@@ -65,6 +67,12 @@ class Call:
     callback: Callable[[Answer | None, Exception | None], None]
     on_discard: Callable[[int], None]
     parts: list[Part] = field(default_factory=list)
+    sent_with: int | None = None
+
+    def began(self, current: int) -> int | None:
+        """The version that made the first token, if it is another than ``current``; may be read by any thread."""
+        made = next((part.version for part in list(self.parts) if part.completion.token_ids), self.sent_with)
+        return made if made is not None and made < current else None
 
     def tokens(self) -> list[int]:
         """The sampled ids so far."""

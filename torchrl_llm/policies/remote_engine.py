@@ -183,9 +183,14 @@ class RemoteEngine:
         if self.dead is not None:
             call.callback(None, self.dead)
         elif self._holds:
-            self._kept_back[call] = None
+            self._keep_back(call)
         else:
             self._send(call)
+
+    def _keep_back(self, call: Call) -> None:
+        """Sends a call at the end of this round, or of the weight switches that are waited for."""
+        call.sent_with = None
+        self._kept_back[call] = None
 
     def _send(self, call: Call) -> None:
         attempt = Attempt(call, self.version)
@@ -194,6 +199,7 @@ class RemoteEngine:
         except Exception as error:
             call.callback(None, error)
             return
+        call.sent_with = self.version
         self._in_flight[call] = attempt
         # Ray's own thread calls back, also if the engine dies or Ray is shut down.
         attempt.ref.future().add_done_callback(lambda done: self._command(lambda: self._returned(attempt, done)))
@@ -211,7 +217,7 @@ class RemoteEngine:
             except Exception as failure:
                 attempt.call.callback(None, failure)
         elif attempt.interrupted and self.access.was_cancelled(error):
-            self._kept_back[attempt.call] = None
+            self._keep_back(attempt.call)
         elif self.access.tells_of_death(error):
             self._in_flight[attempt.call] = attempt
             self.fail(cast(Exception, error))
@@ -228,7 +234,7 @@ class RemoteEngine:
             call.parts.append(Part(completion, attempt.version, self.version))
         else:
             call.begin_anew(len(completion.token_ids))
-        self._kept_back[call] = None  # It is sent again at the end of this round, or of the hold.
+        self._keep_back(call)
 
     def _abort(self, calls: list[Call]) -> None:
         for call in calls:
@@ -255,9 +261,9 @@ class RemoteEngine:
                     self._approach(mode)
                 if self._in_flight and (mode == "wait" or self.access.interruptible):
                     return
+                self._pause()
                 self._holds.popleft()
                 self._approaching = False
-                self._pause()
                 hold.rest()
                 if self._paused:
                     self._paused = False
@@ -283,7 +289,7 @@ class RemoteEngine:
             for call, attempt in list(self._in_flight.items()):
                 attempt.interrupted = mode
                 self._give_up(attempt)
-                self._kept_back[call] = None
+                self._keep_back(call)
 
     def _pause(self) -> None:
         """Pauses an engine that can be, whatever the mode: it may still be ending calls that were given up."""

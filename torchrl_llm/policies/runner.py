@@ -96,6 +96,9 @@ class Runner(Protocol):
     def weight_target(self) -> WeightTarget | None:
         """How to switch the policy's weights; ``None`` if the policy has none."""
 
+    def began(self, ticket: Ticket) -> int | None:
+        """The version with which a request's response began, if the weights have changed since then."""
+
     def submit(self, ticket: Ticket, request: Any) -> None:
         """Takes a request; the answer comes as a :class:`Response`. Never blocks."""
 

@@ -26,6 +26,10 @@ class TokenVersions:
         """Notes that the first ``tokens`` tokens were made by ``version`` or earlier ones, and later ones will not."""
         self._spans.append((tokens, version))
 
+    def began(self) -> int | None:
+        """The version that made the first token, if the weights have changed since; may be read by any thread."""
+        return next((version for tokens, version in list(self._spans) if tokens > 0), None)
+
     def restarted(self) -> None:
         """Forgets everything: the tokens so far were thrown away."""
         self._spans.clear()

@@ -52,7 +52,7 @@ class ContinuousRunner:
         )
         self._tokenizer = self._prompts.tokenizer
         self._params = engine_params(policy.sampling_params)
-        self._in_flight: dict[Ticket, str] = {}
+        self._in_flight: dict[Ticket, Request] = {}
         self._lock = threading.Lock()
         self._engine = acquire(policy.model)
 
@@ -62,20 +62,24 @@ class ContinuousRunner:
 
     def submit(self, ticket: Ticket, request: Prompt) -> None:
         """See :meth:`Runner.submit`."""
-        request_id = self._engine.new_id()
-        with self._lock:
-            self._in_flight[ticket] = request_id
         versions = TokenVersions()
-        self._engine.add(
-            Request(
-                request_id,
-                {"prompt_token_ids": request.token_ids},
-                self._params,
-                lambda output, error: self._answer(ticket, request, versions, output, error),
-                versions,
-                self._discarded,
-            )
+        entering = Request(
+            self._engine.new_id(),
+            {"prompt_token_ids": request.token_ids},
+            self._params,
+            lambda output, error: self._answer(ticket, request, versions, output, error),
+            versions,
+            self._discarded,
         )
+        with self._lock:
+            self._in_flight[ticket] = entering
+        self._engine.add(entering)
+
+    def began(self, ticket: Ticket) -> int | None:
+        """See :meth:`Runner.began`."""
+        with self._lock:
+            request = self._in_flight.get(ticket)
+        return None if request is None else request.versions.began()
 
     @property
     def version(self) -> int:
@@ -89,16 +93,16 @@ class ContinuousRunner:
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`."""
         with self._lock:
-            request_id = self._in_flight.pop(ticket, None)
-        if request_id is not None:
-            self._engine.abort([request_id])
+            request = self._in_flight.pop(ticket, None)
+        if request is not None:
+            self._engine.abort([request.id])
 
     def cut(self, ticket: Ticket) -> bool:
         """See :meth:`Runner.cut`."""
         with self._lock:
-            request_id = self._in_flight.get(ticket)
-        if request_id is not None:
-            self._engine.cut(request_id)
+            request = self._in_flight.get(ticket)
+        if request is not None:
+            self._engine.cut(request.id)
         return True
 
     def close(self, deadline: float) -> list[str]:
@@ -107,7 +111,7 @@ class ContinuousRunner:
             return []
         if self._engine.dead is None:
             with self._lock:
-                self._engine.abort(list(self._in_flight.values()))
+                self._engine.abort([request.id for request in self._in_flight.values()])
                 self._in_flight.clear()
         # A dead engine's thread has answers on its way, which a rollout that goes on without it still needs.
         busy = self._engine.release(deadline)
