@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.outputs import Completion
 from torchrl_llm.policies.remote_access import Access, make_access
 from torchrl_llm.policies.remote_calls import Call, Part, can_go_on
 from torchrl_llm.policies.vllm_outputs import completion_of
@@ -196,36 +197,35 @@ class RemoteEngine:
         attempt = Attempt(call, self.version)
         try:
             attempt.ref = self.access.start(*call.request())
+            result = attempt.ref.future()
         except Exception as error:
             call.callback(None, error)
             return
         call.sent_with = self.version
         self._in_flight[call] = attempt
         # Ray's own thread calls back, also if the engine dies or Ray is shut down.
-        attempt.ref.future().add_done_callback(lambda done: self._command(lambda: self._returned(attempt, done)))
+        result.add_done_callback(lambda done: self._command(lambda: self._returned(attempt, done)))
 
     def _returned(self, attempt: Attempt, done: Future[Any]) -> None:
-        error = done.exception()
-        if self._in_flight.get(attempt.call) is attempt:
-            del self._in_flight[attempt.call]
+        call, (completion, error) = attempt.call, _outcome(done)
         if attempt.given_up:
-            if attempt.interrupted and error is None:  # It ended all the same, and its tokens are known.
-                attempt.call.on_discard(len(completion_of(_first(done.result())).token_ids))
-        elif error is None:
-            try:
-                self._take(attempt, _first(done.result()))
-            except Exception as failure:
-                attempt.call.callback(None, failure)
+            if attempt.interrupted and completion is not None:  # It was made to the end all the same.
+                call.on_discard(len(completion.token_ids))
+            return
+        if completion is not None:
+            del self._in_flight[call]
+            self._take(attempt, completion)
         elif attempt.interrupted and self.access.was_cancelled(error):
-            self._keep_back(attempt.call)
+            del self._in_flight[call]
+            self._keep_back(call)
         elif self.access.tells_of_death(error):
-            self._in_flight[attempt.call] = attempt
             self.fail(cast(Exception, error))
         else:
-            attempt.call.callback(None, cast(Exception, error))
+            del self._in_flight[call]
+            call.callback(None, cast(Exception, error))
 
-    def _take(self, attempt: Attempt, output: Any) -> None:
-        call, completion = attempt.call, completion_of(output)
+    def _take(self, attempt: Attempt, completion: Completion) -> None:
+        call = attempt.call
         if attempt.interrupted is None or completion.finish_reason != "abort":
             call.parts.append(Part(completion, attempt.version, self.version))
             call.callback(call.answer(self.version), None)
@@ -304,6 +304,13 @@ class RemoteEngine:
                 self.access.cancel(attempt.ref)
 
 
-def _first(result: Any) -> Any:
-    """The output of the one prompt of a call."""
-    return result[0] if isinstance(result, list) else result
+def _outcome(done: Future[Any]) -> tuple[Completion | None, BaseException | None]:
+    """What a Ray task has made of the one prompt of a call, or why it could not."""
+    error = done.exception()
+    if error is not None:
+        return None, error
+    try:
+        result = done.result()
+        return completion_of(result[0] if isinstance(result, list) else result), None
+    except Exception as failure:
+        return None, failure
