@@ -22,6 +22,7 @@ from typing import Any
 import models
 import psutil
 import pytest
+import telling_weights
 from engine_settings import ENGINE_SETTINGS
 from tensordict import set_list_to_stack
 
@@ -70,6 +71,22 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.when == "call":
         item.stash[_PASSED] = report.passed
     return report
+
+
+@pytest.fixture(scope="session")
+def original(tiny_model: str) -> Any:
+    """The tiny model itself; leave it as it is."""
+    return telling_weights.load_tiny(tiny_model)
+
+
+@pytest.fixture
+def engine(vllm_llm: Any, original: Any) -> Iterator[Any]:
+    """The session's engine, for tests that change its weights: it has its first ones again afterwards."""
+    yield vllm_llm
+    assert not vllm_llm.llm_engine.has_unfinished_requests()
+    weights = list(original.state_dict().items())
+    vllm_llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    assert vllm_llm.reset_prefix_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Weights that tell which they are: a tiny Llama that always emits one and the same token."""
+"""Weights that tell which they are, policies over a tiny Llama, and what its weights answer by themselves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torchrl.modules.llm import TransformersWrapper, vLLMWrapper
 from transformers import AutoModelForCausalLM
 
 FIRST_TOKEN = 100
@@ -41,6 +42,16 @@ def perturbed(model: Any, seed: int) -> Any:
         for parameter in other.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return other
+
+
+def vllm_policy(llm: Any, tokens: int = 12, **options: Any) -> Any:
+    generate = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+    return vLLMWrapper(llm, input_mode="text", generate_kwargs=generate, **options)
+
+
+def transformers_policy(model: Any, tokenizer: Any, tokens: int = 12) -> Any:
+    generate = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    return TransformersWrapper(model, tokenizer=tokenizer, input_mode="text", generate_kwargs=generate)
 
 
 def own_answer(model: Any, tokenizer: Any, prompt: str, tokens: int = 12) -> tuple[list[int], torch.Tensor]:

@@ -9,41 +9,15 @@ import psutil
 import pytest
 import torch
 from fakes import PATIENCE, ScriptedEnv, assert_settled, echo
-from telling_weights import check_answer, load_tiny, perturbed, telling, token_of
+from telling_weights import check_answer, perturbed, telling, token_of, transformers_policy, vllm_policy
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion
-from torchrl.modules.llm import TransformersWrapper, vLLMWrapper
 
 from torchrl_llm import CollectorError, LLMCollector
 
 PROMPTS = ["What is the capital of France?", "a river", "2+2", "Once upon a time there was"]
-
-
-@pytest.fixture(scope="module")
-def original(tiny_model: str) -> Any:
-    return load_tiny(tiny_model)
-
-
-@pytest.fixture
-def engine(vllm_llm: Any, original: Any) -> Any:
-    """The session's engine; it has its first weights again afterwards."""
-    yield vllm_llm
-    assert not vllm_llm.llm_engine.has_unfinished_requests()
-    weights = [(name, tensor) for name, tensor in original.state_dict().items()]
-    vllm_llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    assert vllm_llm.reset_prefix_cache()
-
-
-def vllm_policy(llm: Any, tokens: int = 12, **options: Any) -> Any:
-    generate = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
-    return vLLMWrapper(llm, input_mode="text", generate_kwargs=generate, **options)
-
-
-def transformers_policy(model: Any, tokenizer: Any, tokens: int = 12) -> Any:
-    generate = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
-    return TransformersWrapper(model, tokenizer=tokenizer, input_mode="text", generate_kwargs=generate)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
@@ -292,7 +266,7 @@ def test_what_has_no_weights_says_so() -> None:
         for bad, message in ((3, "weights=int is not allowed"), ({"w": 3}, "int"), ([1], "int"), ({}, "no tensors")):
             with pytest.raises((TypeError, ValueError), match=message):
                 collector.update_policy_weights_(bad)
-        with pytest.raises(TypeError, match="got 0"):
+        with pytest.raises(TypeError, match="needs weights"):
             collector.update_policy_weights_()
         with pytest.raises(ValueError, match="update_mode='later' is not allowed"):
             collector.update_policy_weights_({"w": torch.zeros(1)}, update_mode="later")

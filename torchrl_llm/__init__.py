@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrl_llm.collector import LLMCollector
     from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptsExhausted, WorkerError
     from torchrl_llm.policies.options import RunnerOptions
+    from torchrl_llm.weight_transports import VLLMTransfer
 
 __all__ = [
     "CollectorError",
@@ -22,6 +23,7 @@ __all__ = [
     "PolicyError",
     "PromptsExhausted",
     "RunnerOptions",
+    "VLLMTransfer",
     "WorkerError",
     "split_trajectories",
 ]
@@ -33,6 +35,7 @@ _MODULES = {
     "PolicyError": "errors",
     "PromptsExhausted": "errors",
     "RunnerOptions": "policies.options",
+    "VLLMTransfer": "weight_transports",
     "WorkerError": "errors",
     "split_trajectories": "batches",
 }

@@ -52,8 +52,6 @@ REPLACED = {
     "cudagraph_policy": "the engine captures its own graphs; leave it out",
     "no_cuda_sync": "nothing is moved between devices; leave it out",
     "set_truncated": "a trajectory is never cut at a batch's end; leave it out",
-    "weight_updater": "weights come with a later release; leave it out",
-    "weight_sync_schemes": "weights come with a later release; leave it out",
     "track_policy_version": "every turn has ('collector', 'policy_version'); leave it out",
     "track_traj_ids": "every turn has ('collector', 'traj_ids'); leave it out",
     "trajs_per_write": "use trajectories_per_batch=; a batch is written at once",

@@ -30,6 +30,7 @@ from torchrl_llm.lifecycle import END, Collection
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.sinks import make_sink
+from torchrl_llm.weight_transports import make_transport
 from torchrl_llm.weights import PolicyWeights, announce_version, check_mode
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
@@ -87,6 +88,9 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             on-policy case: batches of one version. ``None`` (default) for no limit.
         update_mode: what becomes of the responses that are being made at a weight update: ``"continue"`` (default),
             ``"wait"`` or ``"restart"``; see :meth:`update_policy_weights_`.
+        weight_updater: how weights reach the policies, if not by the collector itself: TorchRL's ``WeightUpdaterBase``
+            (or a constructor of one), or :class:`VLLMTransfer`.
+        weight_sync_schemes: the same, as TorchRL's dict of model id -> ``WeightSyncScheme``.
         track_token_versions: whether turns have ``("collector", "token_versions")``, int64 of shape ``(T,)``: the
             version of the weights that made each token of the response.
         seed: not yet supported.
@@ -139,6 +143,8 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         max_policy_lag: int | None = None,
         update_mode: str = "continue",
         track_token_versions: bool = False,
+        weight_updater: Any = None,
+        weight_sync_schemes: Any = None,
         on_error: str = "raise",
         seed: int | None = None,
         **unknown: Any,
@@ -173,12 +179,15 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         self._ledger = Ledger()
         events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
         control = Control(wake=lambda: events.put(None))
+        transport = make_transport(weight_updater, weight_sync_schemes, self)
         slots = build_slots(envs)
         pool = build_policies(policies, options, slots, route)
         pool.track_token_versions(track_token_versions)
         weights = PolicyWeights(
             pool, update_mode, keep=restart, on_update=lambda version: announce_version(version, slots, events.put)
         )
+        self._weights = weights
+        weights.transport = transport
         lag = make_lag(max_policy_lag, batcher, lambda: weights.version)
         rollout = Rollout(
             slots=slots,
@@ -193,7 +202,6 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             lag=lag,
         )
         self._control = control
-        self._weights = weights
         changing = None if lag is None else weights.changing
         self._collection = Collection(rollout, control, self._ledger, _BatchFinish(self), sink, changing)
         self._sink = sink
@@ -212,6 +220,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             StopIteration: at the end.
             CollectorError: what stopped the collection, at every call.
         """
+        self._weights.asleep.check_ready()
         batch = self._collection.read()
         if batch is END:
             raise StopIteration
@@ -241,6 +250,7 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             TypeError: if there is no target, or it cannot be written to.
             CollectorError: if the collection runs already, failed, or has ended.
         """
+        self._weights.asleep.check_ready()
         sink = self._sink
         if target is not None:
             is_buffer = callable(getattr(target, "extend", None))
@@ -344,6 +354,9 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
         policy: Any = None,
         version: int | None = None,
         update_mode: str | None = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: Any = None,
     ) -> None:
         """Gives all policies new weights; returns when each makes its next tokens with them. Safe from any thread.
 
@@ -359,6 +372,9 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             update_mode: what becomes of the responses that are being made; by default the collector's. ``"continue"``:
                 they go on with the new weights between two tokens. ``"wait"``: they are finished first, and new ones
                 wait. ``"restart"``: they begin again, and their tokens are thrown away.
+            worker_ids: for ``weight_updater=`` and ``weight_sync_schemes=``, as in TorchRL.
+            model_id: for ``weight_sync_schemes=``, as in TorchRL.
+            weights_dict: for ``weight_sync_schemes=``, as in TorchRL.
 
         Raises:
             ValueError: if the weights do not fit; the first mismatches are listed, and the old weights stay in use.
@@ -367,13 +383,39 @@ class LLMCollector(BaseCollector, metaclass=_DCMeta):
             PolicyError: if a policy failed while it switched.
         """
         given = [value for value in (policy_or_weights, weights, policy) if value is not None]
-        if len(given) != 1:
+        if len(given) > 1:
             raise TypeError(
                 "update_policy_weights_ takes its weights once: positionally, as weights= or as policy=; "
                 f"got {len(given)} of them"
             )
         self._collection.check_open()
-        self._weights.update(given[0], version, update_mode)
+        others = {"worker_ids": worker_ids, "model_id": model_id, "weights_dict": weights_dict}
+        self._weights.update(given[0] if given else None, version, update_mode, others)
+
+    def increment_version(self) -> None:
+        """What TorchRL's weight updaters call; :meth:`update_policy_weights_` counts the version itself."""
+        self._weights.increment()
+
+    def sleep(self, level: int = 1) -> None:
+        """Puts the ``vllm.LLM`` engines to sleep, so that training has their GPU; requests wait. From any thread.
+
+        Args:
+            level: vLLM's: 1 moves the weights to CPU memory, 2 discards them.
+
+        Raises:
+            ValueError: for another level, or if no policy is a ``vllm.LLM``.
+            CollectorError: if they sleep already, or the collection is over.
+        """
+        self._collection.check_open()
+        self._weights.sleep(level)
+
+    def wake_up(self) -> None:
+        """Wakes the engines; requests go on. After level 2 they go on when :meth:`update_policy_weights_` was called.
+
+        Raises:
+            CollectorError: if the engines do not sleep.
+        """
+        self._weights.wake_up()
 
     def __reduce__(self) -> Any:
         raise TypeError("a collector has threads and engines and cannot be pickled: pickle its constructors instead")

@@ -56,7 +56,7 @@ class WeightSpec:
                 if name in found and not _same(found[name], found[source]):
                     problems.append(f"{name!r} differs from {source!r}, to which the policy ties it")
         if problems:
-            raise ValueError("the weights do not fit the policy, which keeps its old ones: " + _first(problems))
+            raise ValueError("the weights do not fit the policy, which keeps its old ones: " + first_of(problems))
         return {name: found[name] for name in self.tensors if name in found}
 
     def _named(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -101,7 +101,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
-def _first(problems: list[str]) -> str:
+def first_of(problems: list[str]) -> str:
+    """The first few of what is wrong, and how many more there are."""
     more = len(problems) - MISMATCHES_SHOWN
     return "; ".join(problems[:MISMATCHES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_llm.envs import Slot
-from torchrl_llm.errors import PolicyError
+from torchrl_llm.errors import CollectorError, PolicyError
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Runner
 from torchrl_llm.policies.weight_target import Switch, WeightTarget
+from torchrl_llm.policies.weights_vllm_reload import ReloadTarget
+from torchrl_llm.sleep import Sleep
 from torchrl_llm.weight_forms import Weights, read_weights
+from torchrl_llm.weight_transports import Transport, VLLMTransfer
 
 MODES = ("continue", "wait", "restart")
 
@@ -75,20 +78,31 @@ class PolicyWeights:
         self._version = 0
         self._updates = 0
         self._seconds = 0.0
+        self._sending = False
+        self.transport: Transport | None = None
+        self.asleep = Sleep()
         pool.on_rebuild = self.restore
+        pool.on_close = self.asleep.end
 
     @property
     def version(self) -> int:
         """Version of the weights: from 0, and that of the last update; also of one by a collector that shares them."""
         return max(self._version, self._pool.version)
 
-    def update(self, source: Any, version: int | None = None, mode: str | None = None) -> int:
+    def update(
+        self,
+        source: Any,
+        version: int | None = None,
+        mode: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> int:
         """Gives all policies new weights; returns when each makes its next tokens with them.
 
         Args:
-            source: see :func:`~torchrl_llm.weight_forms.read_weights`.
+            source: see :func:`~torchrl_llm.weight_forms.read_weights`; whatever the user's own transport takes.
             version: number of the new weights; by default one more than the last.
             mode: ``"continue"``, ``"wait"`` or ``"restart"``; by default the collector's.
+            arguments: what else the user's own transport takes.
 
         Returns:
             The version.
@@ -98,15 +112,47 @@ class PolicyWeights:
                 ``version`` is not greater than the last.
             TypeError: if the weights have none of the allowed forms, or a policy has no weights.
             PolicyError: if a policy failed while it switched; it is given up.
+            CollectorError: if the engines sleep.
         """
         mode = self._mode if mode is None else check_mode(mode)
-        weights = read_weights(source)
         begun = time.monotonic()
         with _updating:
+            self.asleep.check_can_update()
             new = self._new_version(version)
-            self._switch_all(weights, new, mode)
+            if self.transport is None:
+                if source is None or any(value is not None for value in (arguments or {}).values()):
+                    raise TypeError(
+                        "update_policy_weights_ needs weights, and no worker_ids, model_id or weights_dict: "
+                        "the collector has no weight_updater= and no weight_sync_schemes="
+                    )
+                self._switch_all(read_weights(source), new, mode)
+            else:
+                self._send_to_all(self.transport, source, arguments or {}, new, mode)
+            self._updates += 1
+            self.asleep.pushed()
             self._seconds += time.monotonic() - begun
+            if self._on_update is not None:
+                self._on_update(new)
         return new
+
+    def increment(self) -> None:
+        """What TorchRL's updaters call when they have pushed weights; an update of ours counts it itself.
+
+        Raises:
+            CollectorError: outside of an update, where nothing holds the engines still.
+        """
+        if not self._sending:
+            raise CollectorError("push weights by collector.update_policy_weights_(), which lets the policies rest")
+
+    def sleep(self, level: int) -> None:
+        """See :meth:`Sleep.sleep`."""
+        with _updating:
+            self.asleep.sleep(self._targets(all_of_them=False), level)
+
+    def wake_up(self) -> None:
+        """See :meth:`Sleep.wake_up`."""
+        with _updating:
+            self.asleep.wake_up()
 
     def _new_version(self, version: int | None) -> int:
         last = self.version
@@ -128,19 +174,36 @@ class PolicyWeights:
             for target in targets:
                 target.dispose()
             weights.dispose()
-        self._updates += 1
-        if self._on_update is not None:
-            self._on_update(version)
 
-    def _targets(self) -> list[WeightTarget]:
-        """What is to be switched, each owner once, without policies that are gone."""
+    def _send_to_all(
+        self, transport: Transport, source: Any, arguments: Mapping[str, Any], version: int, mode: str
+    ) -> None:
+        """Lets the user's transport change the weights of all policies while they rest."""
+        transport.check(source, arguments)
+        targets = self._targets(all_of_them=False)
+        if isinstance(transport, VLLMTransfer):
+            transport.engines = [target.engine for target in targets if isinstance(target, ReloadTarget)]
+        self._sending = True
+        try:
+            staged: list[tuple[WeightTarget, Switch]] = [(target, target.refreshed) for target in targets]
+            self._switch_together(staged, version, mode, before=lambda: transport.send(source, arguments))
+        finally:
+            self._sending = False
+
+    def _targets(self, all_of_them: bool = True) -> list[WeightTarget]:
+        """What is to be switched, each owner once, without policies that are gone.
+
+        Raises:
+            TypeError: if ``all_of_them`` must have weights here, and one has none.
+        """
         found: dict[int, WeightTarget] = {}
         for policy_id, runner in enumerate(self._pool.runners):
             target = runner.weight_target()
             if target is None:
-                kind = type(runner.policy).__name__
-                raise TypeError(f"policy {policy_id} is a {kind} without weights that can be updated")
-            if not target.gone:
+                if all_of_them:
+                    kind = type(runner.policy).__name__
+                    raise TypeError(f"policy {policy_id} is a {kind} without weights that can be updated")
+            elif not target.gone:
                 found.setdefault(id(target.owner), target)
         return list(found.values())
 
@@ -169,33 +232,38 @@ class PolicyWeights:
                 target.dispose()
                 self._kept.dispose()
 
-    def _switch_together(self, staged: list[tuple[WeightTarget, Switch]], version: int, mode: str) -> None:
-        """Holds all targets, switches all, releases all.
+    def _switch_together(
+        self,
+        staged: list[tuple[WeightTarget, Switch]],
+        version: int,
+        mode: str,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """Holds all targets, calls ``before``, switches all, releases all.
 
         Raises:
             PolicyError: if a switch failed; what failed is given up.
         """
         holds: list[Hold] = []
         try:
-            for target, _ in staged:
-                holds.append(target.hold(mode))
+            resting = []
+            for target, switch in staged:
+                kept = self.asleep.held(target)
+                hold = kept if kept is not None else target.hold(mode)
+                if kept is None:
+                    holds.append(hold)
+                resting.append((target, switch, hold))
             # What died, or was closed, on the way makes no more tokens.
-            resting = [(*one, hold) for one, hold in zip(staged, holds, strict=True) if _at_rest(hold)]
+            resting = [one for one in resting if _at_rest(one[2])]
             with self.changing:
-                failed = [outcome for one in resting if (outcome := _switch(*one, version)) is not None]
+                failed = _switch_resting(resting, version, before)
                 if not failed:
                     self._version = version
         finally:
             for hold in holds:
                 hold.release()
         if failed:
-            names = ", ".join(f"{target.name} ({type(error).__name__}: {error})" for target, error in failed)
-            gone = [target for target, _ in failed]
-            others = ", ".join(target.name for target, _, _ in resting if target not in gone) or "none"
-            raise PolicyError(
-                f"the switch to version {version} failed half way in {names}, which is given up; "
-                f"with the new weights: {others}"
-            ) from failed[0][1]
+            raise _half_way(version, resting, failed)
 
     def stats(self) -> dict[str, Any]:
         """``policy_version``, ``weight_updates``, the seconds that they took, and the tokens that restarts cost."""
@@ -229,15 +297,44 @@ def _transforms(env: Any) -> list[Any]:
     return found
 
 
-def _switch(target: WeightTarget, switch: Switch, hold: Hold, version: int) -> tuple[WeightTarget, Exception] | None:
-    """Switches one target in its resting owner; what it failed with, if it did."""
+def _switch_resting(
+    resting: list[tuple[WeightTarget, Switch, Hold]], version: int, before: Callable[[], None] | None
+) -> list[tuple[WeightTarget, Exception]]:
+    """Switches targets in their resting owners; gives up those that fail, and returns them with their errors."""
     try:
-        hold.run(lambda: switch(version))
+        if before is not None:
+            before()
     except Exception as error:
-        failure = error
-        hold.run(lambda: target.fail(failure))
-        return target, error
-    return None
+        for target, _, hold in resting:
+            _give_up(target, hold, error)
+        return [(target, error) for target, _, _ in resting]
+    failed = []
+    for target, switch, hold in resting:
+        try:
+            hold.run(lambda switch=switch: switch(version))  # type: ignore[misc]
+        except Exception as error:
+            _give_up(target, hold, error)
+            failed.append((target, error))
+    return failed
+
+
+def _give_up(target: WeightTarget, hold: Hold, error: Exception) -> None:
+    hold.run(lambda: target.fail(error))
+
+
+def _half_way(
+    version: int,
+    resting: list[tuple[WeightTarget, Switch, Hold]],
+    failed: list[tuple[WeightTarget, Exception]],
+) -> PolicyError:
+    names = ", ".join(f"{target.name} ({type(error).__name__}: {error})" for target, error in failed)
+    gone = [target for target, _ in failed]
+    others = ", ".join(target.name for target, _, _ in resting if target not in gone) or "none"
+    failure = PolicyError(
+        f"the switch to version {version} failed half way in {names}, which is given up; with the new weights: {others}"
+    )
+    failure.__cause__ = failed[0][1]
+    return failure
 
 
 def _at_rest(hold: Hold) -> bool:

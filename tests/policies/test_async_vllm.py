@@ -15,7 +15,7 @@ import pytest
 import torch
 from fakes import PATIENCE, ScriptedEnv, assert_conserved
 from models import load_tokenizer
-from telling_weights import check_answer, load_tiny, perturbed, telling, token_of
+from telling_weights import check_answer, perturbed, telling, token_of
 from torchrl.modules.llm import vLLMWrapper
 
 from torchrl_llm import LLMCollector, PolicyError
@@ -23,13 +23,9 @@ from torchrl_llm.policies import remote_access
 
 ray = pytest.importorskip("ray")
 
-PROMPTS = ["What is the capital of France?", "a river", "2+2", "Once upon a time there was"]
+# The last one fills blocks of the prefix cache, 128 tokens each.
+PROMPTS = ["What is the capital of France?", "a river", "2+2", "There was a small village and a river. " * 12]
 REPLICAS = 2
-
-
-@pytest.fixture(scope="module")
-def original(tiny_model: str) -> Any:
-    return load_tiny(tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +50,7 @@ def service(tiny_model: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def engine(service: Any, original: Any, tmp_path: Any) -> Iterator[Any]:
+def replicas(service: Any, original: Any, tmp_path: Any) -> Iterator[Any]:
     """The service; it has its first weights again afterwards."""
     yield service
     await_idle(service)
@@ -86,8 +82,8 @@ def each_replica_by_turns(service: Any) -> None:
     service.create_load_balancer(["round-robin"])
 
 
-def test_rows_are_what_the_model_itself_would_say(engine: Any, original: Any, tokenizer: Any) -> None:
-    with LLMCollector(endless(4), policy_of(engine), steps_per_batch=8, total_steps=24) as collector:
+def test_rows_are_what_the_model_itself_would_say(replicas: Any, original: Any, tokenizer: Any) -> None:
+    with LLMCollector(endless(4), policy_of(replicas), steps_per_batch=8, total_steps=24) as collector:
         rows = [row for batch in collector for row in batch.unbind(0)]
         assert collector.stats()["response_tokens"] == 24 * 12
     assert len(rows) == 24
@@ -98,11 +94,11 @@ def test_rows_are_what_the_model_itself_would_say(engine: Any, original: Any, to
 
 @pytest.mark.parametrize("mode", ["continue", "wait", "restart"])
 def test_after_an_update_all_replicas_answer_by_the_new_weights(
-    mode: str, engine: Any, original: Any, tokenizer: Any
+    mode: str, replicas: Any, original: Any, tokenizer: Any
 ) -> None:
-    each_replica_by_turns(engine)
+    each_replica_by_turns(replicas)
     new = perturbed(original, 3)
-    with LLMCollector(endless(4), policy_of(engine), steps_per_batch=4, update_mode=mode) as collector:
+    with LLMCollector(endless(4), policy_of(replicas), steps_per_batch=4, update_mode=mode) as collector:
         next(collector)
         collector.update_policy_weights_(new)
         fresh = []
@@ -114,9 +110,9 @@ def test_after_an_update_all_replicas_answer_by_the_new_weights(
 
 
 @pytest.mark.parametrize("mode", ["continue", "wait", "restart"])
-def test_the_version_of_each_token_is_known(mode: str, engine: Any, original: Any) -> None:
-    each_replica_by_turns(engine)
-    policy = policy_of(engine, tokens=100)
+def test_the_version_of_each_token_is_known(mode: str, replicas: Any, original: Any) -> None:
+    each_replica_by_turns(replicas)
+    policy = policy_of(replicas, tokens=100)
     seen = set()
     with LLMCollector(endless(6), policy, steps_per_batch=2, track_token_versions=True, update_mode=mode) as collector:
         collector.update_policy_weights_(telling(original, 1))
@@ -136,9 +132,9 @@ def test_the_version_of_each_token_is_known(mode: str, engine: Any, original: An
     assert (stats["tokens_discarded"] > 0) == (mode == "restart")
 
 
-def test_a_response_that_cannot_go_on_begins_anew(engine: Any, original: Any) -> None:
+def test_a_response_that_cannot_go_on_begins_anew(replicas: Any, original: Any) -> None:
     """A stop string may lie across the interruption."""
-    policy = policy_of(engine, tokens=100, stop_sequences=["never said"])
+    policy = policy_of(replicas, tokens=100, stop_sequences=["never said"])
     with LLMCollector(endless(4), policy, steps_per_batch=2, track_token_versions=True) as collector:
         for version in range(1, 10):
             collector.update_policy_weights_(telling(original, version))
@@ -149,10 +145,10 @@ def test_a_response_that_cannot_go_on_begins_anew(engine: Any, original: Any) ->
         assert collector.stats()["tokens_discarded"] > 0
 
 
-def test_weights_that_do_not_fit_change_nothing(engine: Any, original: Any, tokenizer: Any) -> None:
+def test_weights_that_do_not_fit_change_nothing(replicas: Any, original: Any, tokenizer: Any) -> None:
     wrong = dict(original.state_dict())
     wrong["model.norm.weight"] = torch.zeros(7)
-    with LLMCollector(endless(2), policy_of(engine), steps_per_batch=2) as collector:
+    with LLMCollector(endless(2), policy_of(replicas), steps_per_batch=2) as collector:
         with pytest.raises(ValueError, match=r"'model.norm.weight' has shape \(7,\)"):
             collector.update_policy_weights_(wrong)
         assert collector.policy_version == 0
@@ -161,7 +157,7 @@ def test_weights_that_do_not_fit_change_nothing(engine: Any, original: Any, toke
 
 
 @pytest.fixture
-def over_nccl(engine: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def over_nccl(replicas: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The service with a weight-update group, whose transfer goes through a file; the rest is as torchrl does it.
 
     Returns:
@@ -174,25 +170,25 @@ def over_nccl(engine: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> li
     def update_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         named = dict(weights)
         calls.append(sorted(named))
-        ray.get([actor.sleep.remote(level=0) for actor in engine.actors])
+        ray.get([actor.sleep.remote(level=0) for actor in replicas.actors])
         folder = tmp_path / f"sent{len(calls)}"
         folder.mkdir()
         save_file(named, folder / "model.safetensors")
-        ray.get(engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)}))
-        engine.reset_prefix_cache()
-        ray.get([actor.wake_up.remote(tags=["scheduling"]) for actor in engine.actors])
+        ray.get(replicas.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)}))
+        replicas.reset_prefix_cache()
+        ray.get([actor.wake_up.remote(tags=["scheduling"]) for actor in replicas.actors])
 
-    monkeypatch.setattr(engine, "_trainer_nccl_group", object(), raising=False)
-    monkeypatch.setattr(engine, "update_weights", update_weights, raising=False)
+    monkeypatch.setattr(replicas, "_trainer_nccl_group", object(), raising=False)
+    monkeypatch.setattr(replicas, "update_weights", update_weights, raising=False)
     return calls
 
 
 @pytest.mark.parametrize("mode", ["continue", "wait", "restart"])
 def test_a_weight_update_group_is_used_where_there_is_one(
-    mode: str, over_nccl: Any, engine: Any, original: Any, monkeypatch: pytest.MonkeyPatch
+    mode: str, over_nccl: Any, replicas: Any, original: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_access, "torchrl_fits_vllm", lambda: True)
-    policy = policy_of(engine, tokens=60)
+    policy = policy_of(replicas, tokens=60)
     with LLMCollector(endless(4), policy, steps_per_batch=2, track_token_versions=True, update_mode=mode) as collector:
         for version in range(1, 6):
             collector.update_policy_weights_(telling(original, version))
@@ -203,19 +199,19 @@ def test_a_weight_update_group_is_used_where_there_is_one(
 
 
 def test_a_torchrl_that_does_not_fit_vllm_is_not_asked_to_use_nccl(
-    over_nccl: Any, engine: Any, original: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    over_nccl: Any, replicas: Any, original: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(remote_access, "torchrl_fits_vllm", lambda: False)
-    with LLMCollector(endless(2), policy_of(engine), steps_per_batch=2) as collector:
+    with LLMCollector(endless(2), policy_of(replicas), steps_per_batch=2) as collector:
         collector.update_policy_weights_(telling(original, 5))
         assert next(collector)[0]["tokens"].response.tolist() == [token_of(5)] * 12
     assert over_nccl == []
     assert "AsyncVLLM.update_weights cannot use vllm" in caplog.text
 
 
-def test_many_updates_while_another_thread_reads(engine: Any, original: Any) -> None:
+def test_many_updates_while_another_thread_reads(replicas: Any, original: Any) -> None:
     weights = [telling(original, version) for version in (1, 2)]
-    with LLMCollector(endless(6), policy_of(engine, tokens=40), steps_per_batch=2) as collector:
+    with LLMCollector(endless(6), policy_of(replicas, tokens=40), steps_per_batch=2) as collector:
         modes = ["continue", "wait", "restart"]
 
         def update() -> None:
@@ -231,8 +227,8 @@ def test_many_updates_while_another_thread_reads(engine: Any, original: Any) -> 
         assert_conserved(collector.stats())
 
 
-def test_two_collectors_over_one_service_switch_together(engine: Any, original: Any) -> None:
-    policies = [policy_of(engine), policy_of(engine)]
+def test_two_collectors_over_one_service_switch_together(replicas: Any, original: Any) -> None:
+    policies = [policy_of(replicas), policy_of(replicas)]
     with (
         LLMCollector(endless(2), policies[0], steps_per_batch=1) as one,
         LLMCollector(endless(2), policies[1], steps_per_batch=1) as other,
@@ -245,11 +241,11 @@ def test_two_collectors_over_one_service_switch_together(engine: Any, original: 
             assert row["collector", "policy_version"] == 1
 
 
-def test_a_closed_collector_leaves_nothing_to_do_in_the_replicas(engine: Any) -> None:
-    with LLMCollector(endless(6), policy_of(engine, tokens=450), steps_per_batch=1) as collector:
+def test_a_closed_collector_leaves_nothing_to_do_in_the_replicas(replicas: Any) -> None:
+    with LLMCollector(endless(6), policy_of(replicas, tokens=450), steps_per_batch=1) as collector:
         next(collector)
         assert collector.stats()["requests_in_flight"] >= 5
-    await_idle(engine)
+    await_idle(replicas)
 
 
 def test_a_service_that_was_shut_down_is_told(service: Any, tiny_model: str) -> None:

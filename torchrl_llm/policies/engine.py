@@ -79,6 +79,7 @@ class EngineThread:
         self._kept_back: dict[str, Request] = {}
         self._ended = False
         self.version = 0
+        self.adapter: Any = None
         self.holders = 0
         self.closed = False
         self.dead: Exception | None = None
@@ -175,7 +176,9 @@ class EngineThread:
 
     def _enter(self, request: Request) -> None:
         try:
-            self._engine.add_request(request.id, request.prompt, request.params)
+            # What an engine without adapters does not know is not passed.
+            adapter = {} if self.adapter is None else {"lora_request": self.adapter}
+            self._engine.add_request(request.id, request.prompt, request.params, **adapter)
         except Exception as error:
             if _tells_of_death(error):
                 self._die(error)

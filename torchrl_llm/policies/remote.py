@@ -75,10 +75,8 @@ class RemoteRunner:
         """Version of the engine's weights, whoever in this process pushed them."""
         return self._engine.version
 
-    def weight_target(self) -> WeightTarget | None:
+    def weight_target(self) -> WeightTarget:
         """See :meth:`Runner.weight_target`."""
-        if self.policy is not None and not self._engine.access.methods():
-            return None
         return RemoteTarget(self._engine, self.track_token_versions)
 
     def began(self, ticket: Ticket) -> int | None:

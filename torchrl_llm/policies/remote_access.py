@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 import torchrl
 
-from torchrl_llm.policies.weights_vllm_reload import spec_of_config
+from torchrl_llm.policies.weights_vllm_reload import must_repack, pack_output_heads, spec_of_config
 from torchrl_llm.weight_spec import WeightSpec
 
 logger = logging.getLogger("torchrl_llm")
@@ -90,6 +90,9 @@ class Access(Protocol):
     def reload_weights(self, folder: str) -> None:
         """Lets it read a folder of safetensors, and empties its prefix cache."""
 
+    def forget_old_weights(self) -> None:
+        """Empties its prefix cache, as far as it has one."""
+
 
 class _RayCalls:
     """What is the same for every engine behind Ray."""
@@ -129,6 +132,7 @@ class AsyncVLLMAccess(_RayCalls):
         self._model = model
         self._facts: dict[str, Any] | None = None
         self._warned = False
+        self._repack = False
 
     def start(self, prompt: list[int], params: Any) -> Any:
         """See :class:`Access`. The replica is chosen by the service's load balancer."""
@@ -158,7 +162,9 @@ class AsyncVLLMAccess(_RayCalls):
     def spec(self) -> WeightSpec:
         """See :class:`Access`."""
         facts = self._describe()
-        return spec_of_config(facts["hf_config"], facts["dtype"])
+        spec = spec_of_config(facts["hf_config"], facts["dtype"])
+        self._repack = must_repack(spec, facts["on_cpu"], facts["functions"])
+        return spec
 
     def nodes(self) -> set[str]:
         """See :class:`Access`."""
@@ -191,6 +197,12 @@ class AsyncVLLMAccess(_RayCalls):
         if self._model.engine_args.load_format == "dummy":
             self._get(self._model.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},)))
         self._get(self._model.collective_rpc("reload_weights", kwargs={"weights_path": folder}))
+        if self._repack:
+            self._get(self._model.collective_rpc(pack_output_heads))
+        self.forget_old_weights()
+
+    def forget_old_weights(self) -> None:
+        """See :class:`Access`."""
         if not all(done is not False for done in self._on_all("reset_prefix_cache")):
             raise RuntimeError("a replica of AsyncVLLM did not reset its prefix cache: others use it, too")
 
@@ -223,6 +235,7 @@ class ActorAccess(_RayCalls):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._repack = False
 
     def start(self, prompt: list[int], params: Any) -> Any:
         """See :class:`Access`."""
@@ -247,7 +260,11 @@ class ActorAccess(_RayCalls):
             metadata = self._call("get_model_metadata")
             return WeightSpec({name: (shape, dtype) for name, (dtype, shape) in metadata.items()})
         facts = describe(self._model)
-        return None if facts is None else spec_of_config(facts["hf_config"], facts["dtype"])
+        if facts is None:
+            return None
+        spec = spec_of_config(facts["hf_config"], facts["dtype"])
+        self._repack = must_repack(spec, facts["on_cpu"], facts["functions"])
+        return spec
 
     def nodes(self) -> set[str]:
         """See :class:`Access`."""
@@ -273,6 +290,14 @@ class ActorAccess(_RayCalls):
     def reload_weights(self, folder: str) -> None:
         """See :class:`Access`."""
         self._call("collective_rpc", "reload_weights", None, (), {"weights_path": folder})
+        if self._repack:
+            self._call("collective_rpc", pack_output_heads, None, (), {})
+        self.forget_old_weights()
+
+    def forget_old_weights(self) -> None:
+        """See :class:`Access`."""
+        if not hasattr(self._model, "reset_prefix_cache"):
+            return
         if self._call("reset_prefix_cache", reset_running_requests=True) is False:
             raise RuntimeError("the actor did not reset its prefix cache")
 
@@ -303,14 +328,23 @@ def torchrl_fits_vllm() -> bool:
 
 
 def describe(actor: Any) -> dict[str, Any] | None:
-    """Configuration, dtype and context of the vLLM engine in an actor; ``None`` if there is none to be found."""
+    """What the vLLM engine in an actor says of itself; ``None`` if there is none to be found."""
     import ray
 
     def look(found: Any) -> dict[str, Any] | None:  # Sent to the actor by value: it needs no package of ours.
         for name in ("llm_engine", "engine"):
             found = getattr(found, name, found)
         config = getattr(found, "model_config", None)
-        return None if config is None else {n: getattr(config, n) for n in ("hf_config", "dtype", "max_model_len")}
+        if config is None:
+            return None
+        from vllm import envs
+        from vllm.platforms import current_platform
+
+        in_process = type(getattr(found, "model_executor", None)).__name__ == "UniProcExecutor"
+        return {name: getattr(config, name) for name in ("hf_config", "dtype", "max_model_len")} | {
+            "on_cpu": bool(current_platform.is_cpu()),
+            "functions": in_process or bool(envs.VLLM_ALLOW_INSECURE_SERIALIZATION),
+        }
 
     if not hasattr(actor, "__ray_call__"):
         return None

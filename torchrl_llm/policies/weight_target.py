@@ -42,6 +42,9 @@ class WeightTarget(Protocol):
             ValueError: listing the first mismatches of names, shapes and dtypes.
         """
 
+    def refreshed(self, version: int) -> None:
+        """The user's own transport has changed the weights to ``version``; to be run in the owner's thread."""
+
     def hold(self, mode: str) -> Hold:
         """Brings the owner to rest between two of its steps; see :class:`Hold`."""
 

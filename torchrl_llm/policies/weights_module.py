@@ -54,6 +54,10 @@ class ModuleTarget:
 
         return switch
 
+    def refreshed(self, version: int) -> None:
+        """See :class:`WeightTarget`."""
+        self.owner.version = version
+
     def hold(self, mode: str) -> Hold:
         """See :class:`WeightTarget`."""
         return self.owner.hold(mode)

@@ -51,8 +51,13 @@ class RemoteTarget:
 
     def _stage(self, weights: Weights) -> Switch:
         access = self.owner.access
-        way = access.methods()[0]
-        spec = access.spec()
+        ways = access.methods()
+        if not ways:
+            raise TypeError(
+                f"the {self.name} of a policy has no way to take weights: it needs collective_rpc and "
+                "reset_prefix_cache, or update_weights"
+            )
+        way, spec = ways[0], access.spec()
         new = weights.tensors
         if spec is not None:
             new = {name: tensor for name, tensor in spec.match(new).items() if name not in spec.tied}
@@ -71,6 +76,11 @@ class RemoteTarget:
             self.owner.switched(version)
 
         return switch
+
+    def refreshed(self, version: int) -> None:
+        """See :class:`WeightTarget`."""
+        self.owner.access.forget_old_weights()
+        self.owner.switched(version)
 
     def hold(self, mode: str) -> Hold:
         """See :class:`WeightTarget`.

@@ -21,6 +21,7 @@ import torch
 from torchrl_llm.policies.engine import EngineThread
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.weight_target import Switch
+from torchrl_llm.policies.weights_lora import check_adapter, load_adapter
 from torchrl_llm.weight_forms import Weights
 from torchrl_llm.weight_spec import WeightSpec, spec_of_module
 
@@ -40,6 +41,7 @@ class ReloadTarget:
     def __init__(self, llm: Any, thread: EngineThread) -> None:
         self.owner = thread
         self._llm = llm
+        self._first_adapter = False
 
     @property
     def gone(self) -> bool:
@@ -49,9 +51,14 @@ class ReloadTarget:
     def stage(self, weights: Weights) -> Switch:
         """See :class:`WeightTarget`."""
         spec = spec_of_engine(self._llm)
+        if weights.adapter:
+            check_adapter(weights, spec, self._llm)
+            self._first_adapter = self.owner.adapter is None
+            return lambda version: self._swap_adapter(weights.folder, version)
         new = spec.match(weights.tensors)
         new = {name: tensor for name, tensor in new.items() if name not in spec.tied}
         engine = self._llm.llm_engine
+        repack = must_repack(spec, packs_on_cpu(), takes_functions(engine))
         if shares_memory(engine):
             arguments: dict[str, Any] = {"weights_iterator": list(new.items())}
         else:
@@ -61,14 +68,39 @@ class ReloadTarget:
             if "weights_path" in arguments and engine.vllm_config.load_config.load_format == "dummy":
                 engine.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
             engine.collective_rpc("reload_weights", kwargs=arguments)
-            forget_old_weights(engine)
-            self.owner.switched(version)
+            if repack:
+                engine.collective_rpc(pack_output_heads)
+            self.refreshed(version)
 
         return switch
 
+    def _swap_adapter(self, folder: str | None, version: int) -> None:
+        assert folder is not None
+        self.owner.adapter = load_adapter(self._llm.llm_engine, folder)
+        self.refreshed(version)
+
+    def refreshed(self, version: int) -> None:
+        """The engine's weights have been changed: empties its caches, and notes the version."""
+        forget_old_weights(self._llm.llm_engine)
+        self.owner.switched(version)
+
     def hold(self, mode: str) -> Hold:
         """See :class:`WeightTarget`."""
-        return self.owner.hold(mode)
+        # A request keeps the adapter with which it began, and the first ones have begun with none.
+        return self.owner.hold("restart" if self._first_adapter and mode == "continue" else mode)
+
+    def sleep(self, level: int) -> None:
+        """Puts the engine to sleep with the requests that are in it; in its thread."""
+        self._llm.sleep(level=level, mode="keep")
+
+    def wake_up(self) -> None:
+        """Wakes the engine; in its thread."""
+        self._llm.wake_up()
+
+    @property
+    def engine(self) -> Any:
+        """The ``vllm.LLM``."""
+        return self._llm
 
     def fail(self, error: Exception) -> None:
         """See :class:`WeightTarget`."""
@@ -84,6 +116,54 @@ def shares_memory(engine: Any) -> bool:
 
     # Exactly this class: its subclasses may have more workers.
     return type(getattr(engine, "model_executor", None)) is UniProcExecutor
+
+
+def must_repack(spec: WeightSpec, on_cpu: bool, functions: bool) -> bool:
+    """Whether a reload leaves old weights in a packed output head.
+
+    Args:
+        spec: the engine's weights.
+        on_cpu: whether it keeps packed copies of them.
+        functions: whether a function can be sent to its workers.
+
+    Raises:
+        ValueError: if it does, and nothing can be done about it.
+    """
+    if not (spec.tied and on_cpu):
+        return False
+    if not functions:
+        raise ValueError(
+            "the engine runs on CPU in its own process, where vLLM keeps a packed copy of a tied output head that a "
+            "reload leaves as it was: build the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), or with "
+            "VLLM_ALLOW_INSECURE_SERIALIZATION=1, which lets it be packed anew"
+        )
+    return True
+
+
+def packs_on_cpu() -> bool:
+    """Whether engines keep packed copies of their weights, as vLLM does on CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def takes_functions(engine: Any) -> bool:
+    """Whether a function can be sent to the engine's workers."""
+    from vllm import envs
+
+    return shares_memory(engine) or bool(envs.VLLM_ALLOW_INSECURE_SERIALIZATION)
+
+
+def pack_output_heads(worker: Any) -> None:
+    """In a vLLM worker on CPU: packs embeddings and output heads anew.
+
+    A reload packs what it loads. A tied output head loads nothing, and would go on with the old weights (vLLM 0.32).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in worker.get_model().modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def forget_old_weights(engine: Any) -> None:
