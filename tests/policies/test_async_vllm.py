@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from fakes import PATIENCE, ScriptedEnv, assert_conserved
 from models import load_tokenizer
 from telling_weights import check_answer, perturbed, telling, token_of
+from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.modules.llm import vLLMWrapper
 
 from torchrl_llm import LLMCollector, PolicyError
@@ -207,6 +209,35 @@ def test_a_torchrl_that_does_not_fit_vllm_is_not_asked_to_use_nccl(
         assert next(collector)[0]["tokens"].response.tolist() == [token_of(5)] * 12
     assert over_nccl == []
     assert "AsyncVLLM.update_weights cannot use vllm" in caplog.text
+
+
+def test_a_users_own_updater_finds_the_replicas_at_rest(over_nccl: Any, replicas: Any, original: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchrl deprecates what it still takes
+
+        class Updater(WeightUpdaterBase):
+            def _sync_weights_with_worker(self, *, worker_id: Any, server_weights: Any) -> None:
+                replicas.update_weights(iter(server_weights.items()))
+
+            def _get_server_weights(self) -> Any:
+                raise AssertionError("weights are passed")
+
+            def _maybe_map_weights(self, server_weights: Any) -> Any:
+                return server_weights
+
+            def all_worker_ids(self) -> list[int]:
+                return [0]
+
+        updater = Updater()
+    with LLMCollector(
+        endless(4), policy_of(replicas, tokens=60), steps_per_batch=2, track_token_versions=True, weight_updater=updater
+    ) as collector:
+        for version in range(1, 6):
+            collector.update_policy_weights_(telling(original, version))
+            for row in next(collector).unbind(0):
+                versions = row["collector", "token_versions"].tolist()
+                assert row["tokens"].response.tolist() == [token_of(v) for v in versions]
+        assert collector.policy_version == len(over_nccl) == 5
 
 
 def test_many_updates_while_another_thread_reads(replicas: Any, original: Any) -> None:
