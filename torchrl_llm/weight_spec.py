@@ -15,7 +15,7 @@ MISMATCHES_SHOWN = 5
 
 # What wrappers for training put into the names of a model that they hold.
 _WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_PREFIXES = ("module.", "model.", "base_model.model.")
+_PREFIXES = ("", "module.", "model.", "module.model.", "base_model.model.", "module.base_model.model.")
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,19 @@ class WeightSpec:
         return {name: found[name] for name in self.tensors if name in found}
 
     def _named(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors without what wrappers put into their names, if that is what it takes."""
+        """The tensors without what wrappers put into their names, where they are better known without it."""
         known = self.tensors.keys() | self.ignored
-        if all(name in known for name in tensors):
-            return tensors
         bare = {_without(name, _WRAPPED): tensor for name, tensor in tensors.items()}
-        for _ in range(2):
-            for prefix in _PREFIXES:
-                if all(name in known for name in bare):
-                    return bare
-                if all(name.startswith(prefix) for name in bare):
-                    stripped = {name.removeprefix(prefix): tensor for name, tensor in bare.items()}
-                    # A prefix is a wrapper's only if the names are better known without it.
-                    if sum(name in known for name in stripped) > sum(name in known for name in bare):
-                        bare = stripped
-        return bare
+        best, best_known = tensors, sum(name in known for name in tensors)
+        for prefix in _PREFIXES:
+            if best_known == len(tensors):
+                break
+            if all(name.startswith(prefix) for name in bare):
+                stripped = {name.removeprefix(prefix): tensor for name, tensor in bare.items()}
+                found = sum(name in known for name in stripped)
+                if found > best_known:
+                    best, best_known = stripped, found
+        return best
 
     def _mismatch(self, name: str, tensor: torch.Tensor) -> str | None:
         shape, dtype = self.tensors[name]

@@ -27,7 +27,6 @@ from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, PolicyError
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.pool import PolicyPool
-from torchrl_llm.policies.remote import RemoteRunner
 from torchrl_llm.policies.runner import Runner
 from torchrl_llm.policies.weight_target import Switch, WeightTarget
 from torchrl_llm.policies.weights_vllm_reload import ReloadTarget
@@ -190,9 +189,6 @@ class PolicyWeights:
             self._switch_together(staged, version, mode, before=lambda: transport.send(source, arguments))
         finally:
             self._sending = False
-        for runner in self._pool.runners:
-            if isinstance(runner, RemoteRunner):
-                runner.version = version
 
     def _targets(self, all_of_them: bool = True) -> list[WeightTarget]:
         """What is to be switched, each owner once, without policies that are gone.

@@ -62,15 +62,19 @@ def measure(model: str, slots: int, tokens: int, repeats: int) -> dict[str, Any]
                 if round_:
                     seconds["bare"].append(bare)
                     seconds["idle"].append(idle)
-        for mode in MODES:
-            with LLMCollector(envs(), policy, steps_per_batch=1, update_mode=mode) as collector:
-                target: queue.Queue[Any] = queue.Queue()
-                collector.start(target)
-                for _ in range(repeats):
+        with LLMCollector(envs(), policy, steps_per_batch=1) as collector:
+            target: queue.Queue[Any] = queue.Queue()
+            collector.start(target)
+            for _ in range(repeats):
+                for mode in MODES:
                     target.get()
                     before = collector.stats()["tokens_discarded"]
-                    seconds[mode].append(_time(lambda: collector.update_policy_weights_(state)))
+                    seconds[mode].append(
+                        _time(lambda mode=mode: collector.update_policy_weights_(state, update_mode=mode))
+                    )
                     lost[mode].append(collector.stats()["tokens_discarded"] - before)
+        for _ in range(repeats):
+            seconds["bare"].append(_time(lambda: _reload(llm, written)))
     finally:
         shutil.rmtree(written)
     bare = statistics.median(seconds["bare"])

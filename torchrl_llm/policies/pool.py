@@ -151,5 +151,6 @@ class PolicyPool:
     def _collect_engines(self) -> None:
         """Ends the vLLM engines that nobody holds: they end when they are collected, and hold themselves in cycles."""
         built = zip(self.runners, self._constructors, strict=False)
-        if any(isinstance(runner, ContinuousRunner) and constructor is not None for runner, constructor in built):
+        engines = (ContinuousRunner, RemoteRunner)
+        if any(isinstance(runner, engines) and constructor is not None for runner, constructor in built):
             gc.collect()

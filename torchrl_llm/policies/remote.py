@@ -1,17 +1,15 @@
 """The runner for a ``vLLMWrapper`` whose engine is elsewhere: torchrl's ``AsyncVLLM``, or a Ray actor.
 
-Such an engine takes a call per request and does its own batching, so the runner keeps many calls in flight, each in a
-thread that waits for its answer; threads are started as they are needed, up to :data:`MAX_CALLS_IN_FLIGHT`.
+Such an engine takes a call per request and does its own batching, so all requests are sent the moment they are ready.
 
-Invariant: each submitted ticket is answered once, unless the runner is closed first. A call that is under way when the
-runner closes cannot be cut short; its answer is dropped.
+Threads: :meth:`RemoteRunner.prepare` and :meth:`~RemoteRunner.submit` run in the rollout's thread, outputs are built in
+the engine's (see :mod:`torchrl_llm.policies.remote_engine`).
+Invariant: each submitted ticket is answered once, unless the runner is closed first.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -21,18 +19,21 @@ from torchrl_llm.policies.observations import PromptMaker
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
+from torchrl_llm.policies.remote_calls import Answer, Call
+from torchrl_llm.policies.remote_engine import acquire
 from torchrl_llm.policies.runner import Post, Response, Ticket
-from torchrl_llm.policies.vllm_outputs import completion_of, seeded
-
-MAX_CALLS_IN_FLIGHT = 256
+from torchrl_llm.policies.vllm import engine_params
+from torchrl_llm.policies.vllm_outputs import seeded
+from torchrl_llm.policies.weight_target import WeightTarget
+from torchrl_llm.policies.weights_remote import RemoteTarget
 
 
 class RemoteRunner:
     """Keeps many calls of a remote engine in flight.
 
     Args:
-        policy: the wrapper; its model is an ``AsyncVLLM`` or a Ray actor with a ``generate`` method that serves
-            several calls at a time.
+        policy: the wrapper; its model is an ``AsyncVLLM``, or has a Ray actor's ``generate`` method, which may serve
+            several calls at a time; see :mod:`torchrl_llm.policies.remote_access`.
         post: where responses go.
         options: how to run it.
     """
@@ -40,20 +41,19 @@ class RemoteRunner:
     def __init__(self, policy: vLLMWrapper, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
-        self.version = 0
         self.tokens_discarded = 0
         self.track_token_versions = False
         self._post = post
-        engine_args = getattr(policy.model, "engine_args", None)
-        context = getattr(engine_args, "max_model_len", None)
-        longest = context - 1 if isinstance(context, int) else None
-        self._prompts = PromptMaker(policy, longest, retokenize=options.retokenize)
-        self._waiting: deque[tuple[Ticket, Prompt]] = deque()
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        self._called_with: dict[Ticket, int] = {}
-        self._free = 0
-        self._closing = False
+        self._in_flight: dict[Ticket, Call] = {}
+        self._lock = threading.Lock()
+        self._engine = acquire(policy.model)
+        try:
+            self._prompts = PromptMaker(policy, self._engine.access.longest_prompt(), retokenize=options.retokenize)
+            self._tokenizer = self._prompts.tokenizer
+            self._params = engine_params(policy.sampling_params, options.prompt_log_probs)
+        except BaseException:
+            self._engine.release(0.0)
+            raise
 
     def prepare(self, observation: TensorDictBase, carry: Carry | None) -> Prompt:
         """See :meth:`Runner.prepare`."""
@@ -61,71 +61,78 @@ class RemoteRunner:
 
     def submit(self, ticket: Ticket, request: Prompt) -> None:
         """See :meth:`Runner.submit`."""
-        with self._changed:
-            self._waiting.append((ticket, request))
-            if len(self._waiting) > self._free and len(self._threads) < MAX_CALLS_IN_FLIGHT:
-                thread = threading.Thread(target=self._work, name="torchrl_llm-remote", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify()
+        call = Call(
+            request.token_ids,
+            seeded(self._params, ticket),
+            lambda answer, error: self._answer(ticket, request, answer, error),
+            self._discarded,
+        )
+        with self._lock:
+            self._in_flight[ticket] = call
+        self._engine.add(call)
+
+    @property
+    def version(self) -> int:
+        """Version of the engine's weights, whoever in this process pushed them."""
+        return self._engine.version
 
     def restore_version(self, version: int) -> None:
         """See :meth:`Runner.restore_version`."""
-        self.version = version
+        self._engine.version = max(self._engine.version, version)
 
-    def weight_target(self) -> None:
-        """Its weights are elsewhere: the user's own ``weight_updater`` or ``weight_sync_schemes`` reach them."""
-        return None
+    def weight_target(self) -> WeightTarget:
+        """See :meth:`Runner.weight_target`."""
+        return RemoteTarget(self._engine, self.track_token_versions)
 
     def began(self, ticket: Ticket) -> int | None:
-        """The version when the call was made, if it is under way and the weights have changed since."""
-        version = self._called_with.get(ticket)
-        return version if version is not None and version < self.version else None
+        """See :meth:`Runner.began`."""
+        with self._lock:
+            call = self._in_flight.get(ticket)
+        return None if call is None else call.began(self._engine.version)
 
     def abort(self, ticket: Ticket) -> None:
-        """See :meth:`Runner.abort`. A call that is under way goes on."""
-        with self._changed:
-            self._waiting = deque(item for item in self._waiting if item[0] is not ticket)
+        """See :meth:`Runner.abort`. An actor whose ``generate`` is no coroutine works on to the end of the call."""
+        with self._lock:
+            call = self._in_flight.pop(ticket, None)
+        if call is not None:
+            self._engine.abort([call])
 
     def cut(self, ticket: Ticket) -> bool:
-        """A call of the remote engine cannot be cut short."""
+        """A call of a remote engine cannot be ended with the tokens made so far."""
         return False
 
     def close(self, deadline: float) -> list[str]:
-        """See :meth:`Runner.close`."""
-        with self._changed:
-            self._closing = True
-            self._waiting.clear()
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return [thread.name for thread in self._threads if thread.is_alive()]
+        """See :meth:`Runner.close`. The engine itself ends when nobody holds it any more."""
+        if self.policy is None:
+            return []
+        if self._engine.dead is None:
+            with self._lock:
+                self._engine.abort(list(self._in_flight.values()))
+                self._in_flight.clear()
+        # A dead engine's thread has answers on its way, which a rollout that goes on without it still needs.
+        busy = self._engine.release(deadline)
+        # A closed runner that somebody still knows must not keep the engine alive.
+        self.policy = None
+        del self._prompts
+        return busy
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._free += 1
-                while not self._waiting and not self._closing:
-                    self._changed.wait()
-                self._free -= 1
-                if self._closing:
-                    return
-                ticket, prompt = self._waiting.popleft()
-                begun_with = self._called_with[ticket] = self.version
-            response = self._call(ticket, prompt)
-            with self._changed:
-                del self._called_with[ticket]
-            response.policy_version, response.policy_version_end = begun_with, self.version
-            if not self._closing:
-                self._post(response)
+    def _discarded(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens_discarded += tokens
 
-    def _call(self, ticket: Ticket, prompt: Prompt) -> Response:
-        policy = self.policy
+    def _answer(self, ticket: Ticket, request: Prompt, answer: Answer | None, error: Exception | None) -> None:
+        with self._lock:
+            if self._in_flight.pop(ticket, None) is None:
+                return
+            policy: Any = self.policy
+        if answer is None:
+            self.broken = self.broken or self._engine.dead is not None
+            self._post(Response(ticket, error=error))
+            return
         try:
-            outputs: Any = policy._call_generate(
-                prompt_token_ids=[prompt.token_ids], sampling_params=seeded(policy.sampling_params, ticket)
-            )
-            completion = completion_of(outputs[0] if isinstance(outputs, list) else outputs)
-            return respond(ticket, policy, prompt, completion, self._prompts.tokenizer)
-        except Exception as error:
-            return Response(ticket, error=error)
+            response = respond(ticket, policy, request, answer.completion, self._tokenizer)
+            response.token_versions = answer.token_versions if self.track_token_versions else None
+            response.policy_version, response.policy_version_end = answer.version, answer.version_end
+        except Exception as failure:
+            response = Response(ticket, error=failure)
+        self._post(response)

@@ -51,7 +51,7 @@ class ContinuousRunner:
             retokenize=options.retokenize,
         )
         self._tokenizer = self._prompts.tokenizer
-        self._params = _engine_params(policy.sampling_params, options.prompt_log_probs)
+        self._params = engine_params(policy.sampling_params, options.prompt_log_probs)
         self._in_flight: dict[Ticket, Request] = {}
         self._lock = threading.Lock()
         self._engine = acquire(policy.model)
@@ -150,7 +150,7 @@ class ContinuousRunner:
         self._post(response)
 
 
-def _engine_params(params: Any, prompt_log_probs: bool) -> Any:
+def engine_params(params: Any, prompt_log_probs: bool) -> Any:
     """The wrapper's sampling parameters, without work whose result the wrapper does not use."""
     from vllm.sampling_params import RequestOutputKind
 

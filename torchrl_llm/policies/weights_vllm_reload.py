@@ -58,7 +58,7 @@ class ReloadTarget:
         new = spec.match(weights.tensors)
         new = {name: tensor for name, tensor in new.items() if name not in spec.tied}
         engine = self._llm.llm_engine
-        repack = _must_repack(engine, spec)
+        repack = must_repack(spec, packs_on_cpu(), takes_functions(engine))
         if shares_memory(engine):
             arguments: dict[str, Any] = {"weights_iterator": list(new.items())}
         else:
@@ -118,15 +118,20 @@ def shares_memory(engine: Any) -> bool:
     return type(getattr(engine, "model_executor", None)) is UniProcExecutor
 
 
-def _must_repack(engine: Any, spec: WeightSpec) -> bool:
+def must_repack(spec: WeightSpec, on_cpu: bool, functions: bool) -> bool:
     """Whether a reload leaves old weights in a packed output head.
+
+    Args:
+        spec: the engine's weights.
+        on_cpu: whether it keeps packed copies of them.
+        functions: whether a function can be sent to its workers.
 
     Raises:
         ValueError: if it does, and nothing can be done about it.
     """
-    if not (spec.tied and packs_on_cpu()):
+    if not (spec.tied and on_cpu):
         return False
-    if not takes_functions(engine):
+    if not functions:
         raise ValueError(
             "the engine runs on CPU in its own process, where vLLM keeps a packed copy of a tied output head that a "
             "reload leaves as it was: build the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), or with "
@@ -176,10 +181,15 @@ def forget_old_weights(engine: Any) -> None:
 def spec_of_engine(llm: Any) -> WeightSpec:
     """The weights that an engine takes: those of the ``transformers`` model of its configuration, by its dtype."""
     if llm not in _specs:
-        from transformers import AutoModelForCausalLM
-
         config = llm.llm_engine.model_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config.hf_config)
-        _specs[llm] = spec_of_module(model, dtype=config.dtype)
+        _specs[llm] = spec_of_config(config.hf_config, config.dtype)
     return _specs[llm]
+
+
+def spec_of_config(hf_config: Any, dtype: torch.dtype) -> WeightSpec:
+    """The weights of the ``transformers`` model of a configuration, in a dtype."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return spec_of_module(model, dtype=dtype)
