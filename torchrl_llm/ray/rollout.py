@@ -22,9 +22,10 @@ from torchrl_llm.batches import Batcher, Trajectory
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.ray.books import ClusterBooks
-from torchrl_llm.ray.fleet import REPORT_SECONDS, Fleet
+from torchrl_llm.ray.fleet import Fleet
 from torchrl_llm.ray.member import Arrival, Event
 from torchrl_llm.ray.messages import Parcel
+from torchrl_llm.ray.watch import REPORT_SECONDS
 
 
 class Delivery:
