@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_llm.reading import Reading
+from torchrl_llm.weight_forms import one_source
 from torchrl_llm.weights import PolicyWeights
 
 
@@ -69,15 +70,10 @@ class WeightMethods(Reading):
             CollectorError: if the collection failed or was shut down.
             PolicyError: if a policy failed while it switched.
         """
-        given = [value for value in (policy_or_weights, weights, policy) if value is not None]
-        if len(given) > 1:
-            raise TypeError(
-                "update_policy_weights_ takes its weights once: positionally, as weights= or as policy=; "
-                f"got {len(given)} of them"
-            )
+        source = one_source(policy_or_weights, weights, policy)
         self._collection.check_open()
         others = {"worker_ids": worker_ids, "model_id": model_id, "weights_dict": weights_dict}
-        self._weights.update(given[0] if given else None, version, update_mode, others)
+        self._weights.update(source, version, update_mode, others)
 
     def increment_version(self) -> None:
         """What TorchRL's weight updaters call; :meth:`update_policy_weights_` counts the version itself."""

@@ -23,11 +23,13 @@ from torchrl_llm.budget import Budget
 from torchrl_llm.collector import EXIT_SECONDS, LLMCollector
 from torchrl_llm.control import Control
 from torchrl_llm.finishing import BatchFinish
+from torchrl_llm.lag import make_lag
 from torchrl_llm.lifecycle import Collection
 from torchrl_llm.ray.arguments import check_ray_arguments, check_sendable, dry_run
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, connect, disconnect
 from torchrl_llm.ray.dealing import share_of
+from torchrl_llm.ray.evaluation import evaluate_share, shares_of, together
 from torchrl_llm.ray.fleet import Fleet
 from torchrl_llm.ray.groups import Groups
 from torchrl_llm.ray.hooks import WorkerHooks
@@ -178,7 +180,10 @@ class RayCollector(LLMCollector):
         except BaseException:
             disconnect()
             raise
-        weights = ClusterWeights(lambda method, *args, timeout: fleet.call(method, args, {}, timeout))
+        weights = ClusterWeights(
+            lambda method, *args, timeout: fleet.call(method, args, {}, timeout), lambda: events.put(None)
+        )
+        lag = make_lag(arguments.get("max_policy_lag"), batcher, lambda: weights.version)
         schedule: Schedule[Arrival] = RoundRobin() if ordered else FirstCome()
         fleet = self._fleet = Fleet(
             make_order=make_order, arguments=wanted, placement=placed, books=books, schedule=schedule,
@@ -194,12 +199,15 @@ class RayCollector(LLMCollector):
             fleet=self._fleet, batcher=batcher, budget=Budget(total_steps, batcher.whole_trajectories), books=books,
             events=events, control=control,
             groups=None if prompts is None else Groups(prompts, prompts.repeats if plan.groups else None, plan.spread),
+            lag=lag,
         )  # fmt: skip
-        self._plan, self._prompts, self._weights = plan, prompts, weights  # type: ignore[assignment]
+        self._plan, self._prompts, self._cluster_weights = plan, prompts, weights
+        self._weights = weights  # type: ignore[assignment]
         self._ledger = books  # type: ignore[assignment]
         self._control = control
+        changing = None if lag is None else weights.changing
         finish = _RayFinish(BatchFinish(self), self._rollout)
-        self._collection = Collection(self._rollout, control, books, finish, self._sink)  # type: ignore[arg-type]
+        self._collection = Collection(self._rollout, control, books, finish, self._sink, changing)  # type: ignore[arg-type]
         self._rollout.send_to(self._sink)
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
         _running.add(self)
@@ -284,11 +292,6 @@ class RayCollector(LLMCollector):
         """
         return self._ledger.snapshot() | self._weights.stats()
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the newest weights: from 0, or the number that :meth:`update_policy_weights_` was given."""
-        return self._weights.version
-
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -297,6 +300,9 @@ class RayCollector(LLMCollector):
         policy: Any = None,
         version: int | None = None,
         update_mode: str | None = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: Any = None,
         timeout: float | None = None,
     ) -> None:
         """Gives the policies of all workers new weights; returns when each makes its next tokens with them.
@@ -312,15 +318,29 @@ class RayCollector(LLMCollector):
             policy: the same, by its other TorchRL name.
             version: number of the new weights, greater than that of the last; one more by default.
             update_mode: see :meth:`LLMCollector.update_policy_weights_`.
+            worker_ids: for ``weight_updater=`` and ``weight_sync_schemes=``, in each worker.
+            model_id: likewise.
+            weights_dict: likewise.
             timeout: seconds to wait for all workers together; ``None`` for as long as it takes.
 
         Raises:
             ValueError: if the weights do not fit: all workers keep their old ones.
             WorkerError: naming the workers that have not switched.
         """
+        others = {"worker_ids": worker_ids, "model_id": model_id, "weights_dict": weights_dict}
+        given = {name: value for name, value in others.items() if value is not None}
         source = one_source(policy_or_weights, weights, policy)
         self._collection.check_open()
-        self._weights.update(source, version, update_mode, timeout)  # type: ignore[call-arg]
+        self._cluster_weights.update(source, version, update_mode, given, timeout)
+
+    def evaluate(self, prompts: Any, n: int = 1, key: str | None = None) -> TensorDictBase:
+        """Runs a list of prompts on the workers' policies, each on one of them; see :meth:`LLMCollector.evaluate`."""
+        local_arguments.check_int("n", n, "an int of at least 1", minimum=1)
+        self._collection.check_open()
+        lives = self._fleet.lives()
+        shares = shares_of(prompts, n, key, len(lives))
+        by_life = dict(zip(lives, shares, strict=True))
+        return together(self._fleet.call_each(evaluate_share, by_life.get).values())
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds all workers, and the order of prompts that has not begun; see :meth:`LLMCollector.set_seed`.
@@ -361,7 +381,7 @@ class RayCollector(LLMCollector):
         if self._prompts is not None:
             self._prompts.load_state_dict(state_dict["prompts"])
         self._ledger.load_state_dict(state_dict["ledger"])
-        self._weights.restore(state_dict["policy_version"])
+        self._cluster_weights.restore(state_dict["policy_version"])
 
 
 class _RayFinish:

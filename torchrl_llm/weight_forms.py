@@ -82,18 +82,18 @@ def read_weights(source: Any) -> Weights:
 
 
 def one_source(*given: Any) -> Any:
-    """The weights, which ``update_policy_weights_`` takes under one of several names.
+    """The weights, which ``update_policy_weights_`` takes under one of several names; ``None`` if under none.
 
     Raises:
-        TypeError: if they were passed under none of them, or several.
+        TypeError: if they were passed under several.
     """
     passed = [value for value in given if value is not None]
-    if len(passed) != 1:
+    if len(passed) > 1:
         raise TypeError(
             "update_policy_weights_ takes its weights once: positionally, as weights= or as policy=; "
             f"got {len(passed)} of them"
         )
-    return passed[0]
+    return passed[0] if passed else None
 
 
 def module_of(policy: nn.Module) -> nn.Module:

@@ -1,8 +1,8 @@
 """How many engines one driver can serve: 1 to 64 workers' worth of fake engines, and more, in a few actors.
 
 Each actor stands for many workers: every engine in it hands over a batch of turns (made once, in torchrl's own
-containers) whenever a real one would have, after log-normal latencies. So the engines and environments cost nothing, and
-what is measured is the rest: packing, Ray, the driver. Engines are added until the driver no longer keeps up; the
+containers) whenever a real one would have, after log-normal latencies. So the engines and environments cost nothing,
+and what is measured is the rest: packing, Ray, the driver. Engines are added until the driver no longer keeps up; the
 processor time that the driver needs per turn says the same on a busy machine.
 
     python tests/benchmarks/ray_scale.py

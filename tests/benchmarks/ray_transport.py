@@ -2,8 +2,8 @@
 
 Both go through Ray's object store within one process (`ray.put` and `ray.get`), from the turns at the worker to
 TensorDicts at the reader, with canned vLLM outputs in torchrl's own containers. The variants take turns; the figure is
-the best of the rounds. The last table shows how many turns per second come through one driver from workers whose engines
-answer at once, that is, what the driver, the worker and Ray can do together on this machine.
+the best of the rounds. The last table shows how many turns per second come through one driver from workers whose
+engines answer at once, that is, what the driver, the worker and Ray can do together on this machine.
 
     python tests/benchmarks/ray_transport.py
     python tests/benchmarks/ray_transport.py --turns 256 --tokens 512 --throughput-turns 20000

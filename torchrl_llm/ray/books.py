@@ -80,7 +80,7 @@ class ClusterBooks:
         self._turns = 0
         self._batches = 0
         self._reasons: Counter[str] = Counter()
-        self._turns_dropped = 0
+        self._turns_dropped = self._stale_turns = 0
         self._lost = 0
         self._groups: Counter[str] = Counter()
         self._closed = False
@@ -148,6 +148,8 @@ class ClusterBooks:
         with self._lock:
             self._turns_dropped += turns
             self._reasons[reason] += len(ended)
+            if reason == "stale":
+                self._stale_turns += turns
 
     def group(self, kind: str, count: int = 1) -> None:
         """Counts groups that were put together on the driver, by what became of them; see :meth:`Ledger.group`."""
@@ -215,8 +217,10 @@ class ClusterBooks:
             books["requests_in_flight"] -= sum(gone)
         for kind, count in self._groups.items():
             books[f"groups_{kind}"] += count
+        books["stale_turns"] += self._stale_turns
         books.update(
             delivered=self._delivered,
+            stale_trajectories=reasons["stale"],
             trajectories=self._delivered,
             recorded=recorded,
             recorded_by_reason={reason: n for reason, n in reasons.items() if n},

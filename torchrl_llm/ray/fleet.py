@@ -10,7 +10,6 @@ has its trajectories recorded in the books; after :meth:`Fleet.close` no actor a
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -29,6 +28,7 @@ from torchrl_llm.ray import calls
 from torchrl_llm.ray.arguments import RayArguments
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, disconnect
+from torchrl_llm.ray.ending import ask_to_finish, await_end, first_line, kill
 from torchrl_llm.ray.errors import WireError, from_wire
 from torchrl_llm.ray.hooks import WorkerHooks
 from torchrl_llm.ray.member import (
@@ -46,18 +46,13 @@ from torchrl_llm.ray.member import (
 from torchrl_llm.ray.messages import Header
 from torchrl_llm.ray.prompts import ClusterPrompts
 from torchrl_llm.ray.schedule import Schedule
+from torchrl_llm.ray.watch import REPORT_SECONDS, Watch
 from torchrl_llm.ray.worker import Order
 
 logger = logging.getLogger("torchrl_llm")
 
-# How often workers are asked for their books while the driver waits for them.
-REPORT_SECONDS = 1.0
-# How long a process may take until its collector is built: engines load their weights, a cluster makes room.
-START_SECONDS = 1800.0
 # How long workers get to hand over what they have finished.
 FINISH_SECONDS = 10.0
-# How long the driver waits for the sign that a killed process is gone.
-KILL_SECONDS = 5.0
 
 MakeOrder = Callable[[int, int], Order]
 
@@ -102,8 +97,8 @@ class Fleet:
         self._hooks = hooks
         self._events = events
         self._max_restarts = max_restarts
-        self._worker_timeout = worker_timeout
         self._prompts = prompts
+        self._watch = Watch(worker_timeout)
         self._members: dict[int, Member] = {}
         self._restarts: Counter[int] = Counter()
         self._lives = self._first_life = 0
@@ -112,7 +107,6 @@ class Fleet:
         self._begun = False
         self._opened_by = 0
         self._pauses = 0
-        self._reported = time.monotonic()
         self._closed = False
 
     # Starting
@@ -283,13 +277,13 @@ class Fleet:
     def _lose(self, member: Member, error: BaseException | None, why: str = "was lost") -> None:
         """A process is gone, or taken for gone: counts what went with it, and starts another."""
         self._become(member, LOST)
-        _kill(member)
+        kill(member)
         trajectories, turns = self._books.end(member.life, "worker_died")
         logger.warning(
             "%s %s (%s): %d trajectories in flight and %d finished turns went with it",
             member.name,
             why,
-            error if error is None else f"{type(error).__name__}: {_first_line(error)}",
+            error if error is None else f"{type(error).__name__}: {first_line(error)}",
             trajectories,
             turns,
         )
@@ -301,46 +295,36 @@ class Fleet:
         if self._restarts[member.worker] >= self._max_restarts:
             self._schedule.leave(member.worker)
             message = f"{member.name} {why}, and was restarted {self._restarts[member.worker]} times before"
-            self._fail(WorkerError(f"{message} (max_restarts={self._max_restarts}): {_first_line(error)}"), error)
+            self._fail(WorkerError(f"{message} (max_restarts={self._max_restarts}): {first_line(error)}"), error)
             return
         self._restarts[member.worker] += 1
         self._launch(member.worker)
 
     def _give_back_prompts(self, member: Member) -> None:
-        """What a process that is over held is handed out again, if need be to a worker that found nothing before."""
-        if self._prompts is None or self._closed or self.fatal is not None:
-            return
-        waiting = self._prompts.lost(member.life)
-        others = [other for other in self._members.values() if other is not member]
-        if not waiting or member.state != REMOVED or any(o.state in (STARTING, COLLECTING) for o in others):
-            return
-        finished = next((other for other in others if other.state == FINISHED), None)
-        if finished is not None:
+        """What a process that is over held is handed out again."""
+        if self._prompts is not None and not self._closed and self.fatal is None:
+            self._prompts.lost(member.life)
+
+    def revive(self) -> bool:
+        """Starts a worker again that found no prompts, when others have given some back; ``False`` if there is none."""
+        with self.lock:
+            if self._prompts is None or self._closed or not self._prompts.has_more():
+                return False
+            finished = next((member for member in self._members.values() if member.state == FINISHED), None)
+            if finished is None:
+                return False
             self._become(finished, REMOVED)
             self._books.end(finished.life, "cut_off")
-            _kill(finished)
+            kill(finished)
             self._launch(finished.worker)
+            return True
 
     def watch(self) -> None:
         """Asks for reports now and then, and takes for lost what has shown no sign of progress for too long."""
-        now = time.monotonic()
         with self.lock:
-            ask = now - self._reported >= REPORT_SECONDS
-            if ask:
-                self._reported = now
-            for member in list(self._members.values()):
-                if member.state == COLLECTING:
-                    if ask:
-                        member.ask_report()
-                    if member.taking is not None and self._pauses == 0:
-                        self._check_progress(member, now, self._worker_timeout)
-                elif member.state == STARTING and not member.ready:
-                    self._check_progress(member, now, START_SECONDS)
-
-    def _check_progress(self, member: Member, now: float, timeout: float | None) -> None:
-        if timeout is not None and now - member.progress > timeout:
-            limit = "worker_timeout" if member.ready else "until it is built"
-            self._lose(member, None, f"has made no progress for {now - member.progress:.1f} s ({limit}: {timeout:g})")
+            self._watch.ask_for_reports(self._members.values())
+            for member, why in self._watch.overdue(self._members.values(), paused=self._pauses > 0):
+                self._lose(member, None, why)
 
     def refresh(self) -> None:
         """Begins the time without progress anew: nobody was there to see any."""
@@ -410,12 +394,7 @@ class Fleet:
 
     def _finish(self, members: Sequence[Member], seconds: float, reason: str | None) -> None:
         """Lets workers hand over what they have finished, and ends their processes."""
-        built = [member for member in members if member.ready]
-        answers = {member.life: member.actor.finish.remote(seconds) for member in built}
-        if answers:
-            ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds)
-        takes = [member.taking for member in built if member.taking is not None]
-        concurrent.futures.wait(takes, timeout=KILL_SECONDS if takes else 0)
+        answers = ask_to_finish(members, seconds)
         # What was taken before is in front of what is left.
         self._handle_waiting()
         with self.lock:
@@ -426,16 +405,16 @@ class Fleet:
                 self._become(member, REMOVED)
                 if reason is not None:
                     self._books.end(member.life, reason)
-                _kill(member)
+                kill(member)
                 if reason is not None:
                     self._give_back_prompts(member)
-        _await_end(members)
+        await_end(members)
 
     def _on_finished(self, member: Member, answer: Any) -> None:
         try:
             parcels, last = ray.get(answer, timeout=0)
         except RayError as error:
-            logger.warning("%s did not end in order: %s", member.name, _first_line(error))
+            logger.warning("%s did not end in order: %s", member.name, first_line(error))
             self._books.end(member.life, "worker_died")
             return
         for header, parcel in parcels:
@@ -481,6 +460,11 @@ class Fleet:
         """Calls a method of every worker's collector; see :meth:`RayCollector.call_workers`."""
         return self._call(method, lambda member: args, kwargs, timeout)
 
+    def lives(self) -> list[int]:
+        """The processes whose collectors can be called."""
+        with self.lock:
+            return [member.life for _, member in sorted(self._members.items()) if member.answers]
+
     def call_each(self, method: calls.Method, argument_for: Callable[[int], Any]) -> dict[int, Any]:
         """Calls a method of every worker's collector, with an argument that depends on the number of its process."""
         return self._call(method, lambda member: (argument_for(member.life),), {}, None)
@@ -502,9 +486,7 @@ class Fleet:
         """Brings all workers to rest."""
         with self.lock:
             self._pauses += 1
-            first = self._pauses == 1
-            members = [m for m in self._members.values() if m.state == COLLECTING] if first else []
-            resting = [member.actor.pause.remote() for member in members]
+            resting = self._tell_collecting("pause") if self._pauses == 1 else []
         if resting:
             ray.wait(resting, num_returns=len(resting))
         try:
@@ -514,22 +496,8 @@ class Fleet:
                 self._pauses -= 1
                 self.refresh()
                 if self._pauses == 0 and ray.is_initialized():
-                    for member in self._members.values():
-                        if member.state == COLLECTING:
-                            member.actor.resume.remote()
+                    self._tell_collecting("resume")
 
-
-def _kill(member: Member) -> None:
-    if ray.is_initialized():
-        ray.kill(member.actor, no_restart=True)
-
-
-def _await_end(members: Sequence[Member]) -> None:
-    """Waits for the sign that killed processes are gone: a call that fails."""
-    signs = [member.actor.ready.remote() for member in members]
-    if signs:
-        ray.wait(signs, num_returns=len(signs), timeout=KILL_SECONDS)
-
-
-def _first_line(error: BaseException | None) -> str:
-    return "" if error is None else (str(error).strip().splitlines() or [""])[0]
+    def _tell_collecting(self, method: str) -> list[Any]:
+        members = [member for member in self._members.values() if member.state == COLLECTING]
+        return [getattr(member.actor, method).remote() for member in members]

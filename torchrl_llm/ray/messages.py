@@ -20,7 +20,7 @@ LIFE = 1 << 32
 
 
 class TurnHead(NamedTuple):
-    """A turn's ids, and whether its trajectory ends with it."""
+    """A turn's ids and version, the version that its trajectory began with, and whether that ends with it."""
 
     traj_id: int
     step: int
@@ -28,6 +28,8 @@ class TurnHead(NamedTuple):
     policy_id: int
     group_id: int
     group_index: int
+    policy_version: int
+    began_with: int
     done: bool
 
     @property

@@ -1,9 +1,9 @@
 """What turns consist of beside their tensors: plans, and the functions that take turns apart and build them by one.
 
 A plan is a nested tuple that can be hashed and pickled: the kinds, keys, batch sizes and dtypes of a turn, without its
-values. :func:`describe` makes it; :func:`taker` gives the function that puts a turn's tensors into columns and its other
-values into a list, and raises :class:`Different` if the turn is not what the plan describes; :func:`builder` gives the one
-that builds such a turn from them. Both go the same way: a TensorDict's own tensors first, then its other entries.
+values. :func:`describe` makes it; :func:`taker` gives the function that puts a turn's tensors into columns and its
+other values into a list, and raises :class:`Different` if the turn is not what the plan describes; :func:`builder`
+gives the one that builds such a turn from them. Both go the same way: a TensorDict's own tensors first, then the rest.
 
 Invariant: what a builder gives equals what the taker of the same plan was given, types included. What a plan cannot
 describe is an *object*, which is pickled as it is. Pure functions; the compiled ones are kept for the process.

@@ -193,11 +193,14 @@ class ClusterPrompts:
             for arrived in self._arrived.values():
                 arrived.difference_update(keys)
 
-    def lost(self, life: int) -> bool:
-        """A process is over; what it held is handed out again. Returns whether there is anything to hand out."""
+    def lost(self, life: int) -> None:
+        """A process is over; what it held and has not arrived is handed out again."""
         with self._lock:
             arrived = list(self._arrived.pop(life, ()))
         self._actor.lost.remote(life, arrived)
+
+    def has_more(self) -> bool:
+        """Whether there is a member to hand out now."""
         return bool(ray.get(self._actor.has_more.remote()))
 
     def failed_groups(self) -> list[int]:

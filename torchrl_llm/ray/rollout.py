@@ -21,15 +21,18 @@ from tensordict import TensorDictBase
 from torchrl_llm.batches import Batcher, Trajectory
 from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
+from torchrl_llm.lag import Lag
 from torchrl_llm.ray.books import ClusterBooks
-from torchrl_llm.ray.fleet import REPORT_SECONDS, Fleet
+from torchrl_llm.ray.fleet import Fleet
 from torchrl_llm.ray.groups import Groups
 from torchrl_llm.ray.member import Arrival, Event
 from torchrl_llm.ray.messages import Parcel, TurnHead
+from torchrl_llm.ray.watch import REPORT_SECONDS
+from torchrl_llm.stale import Stale
 from torchrl_llm.units import UnitBatcher
 
 
-class Delivery:
+class ArrivedBatch:
     """A worker's batch at the driver; its turns are read when they are needed.
 
     Args:
@@ -59,12 +62,13 @@ class Delivery:
 class ArrivedTurn:
     """A turn that a worker sent; for batchers and books what :class:`~torchrl_llm.batches.Turn` is."""
 
-    __slots__ = ("delivery", "done", "place", "step", "trajectory")
+    __slots__ = ("delivery", "done", "place", "step", "trajectory", "version")
 
-    def __init__(self, trajectory: Trajectory, step: int, done: bool, delivery: Delivery, place: int) -> None:
+    def __init__(self, trajectory: Trajectory, head: TurnHead, delivery: ArrivedBatch, place: int) -> None:
         self.trajectory = trajectory
-        self.step = step
-        self.done = done
+        self.step = head.step
+        self.done = head.done
+        self.version = head.policy_version
         self.delivery = delivery
         self.place = place
 
@@ -84,6 +88,7 @@ class RayRollout:
         events: the driver's queue.
         control: stop and pause.
         groups: the shared prompt source, if there is one.
+        lag: how far what is delivered may lie behind the weights; ``None`` for no limit.
 
     Attributes:
         stay_away: whether turns go from the workers to their target without a way through the driver.
@@ -99,6 +104,7 @@ class RayRollout:
         events: queue.SimpleQueue[Event | None],
         control: Control,
         groups: Groups | None = None,
+        lag: Lag | None = None,
     ) -> None:
         self.stay_away = False
         self._fleet = fleet
@@ -108,6 +114,7 @@ class RayRollout:
         self._events = events
         self._control = control
         self._groups = groups
+        self._stale = Stale(lag, [], batcher, books, self._abandon_nothing, self._lost)  # type: ignore[arg-type]
         self._finishing = False
 
     def send_to(self, sink: Any) -> None:
@@ -131,6 +138,7 @@ class RayRollout:
             left = self._budget.left(self._books.turns_delivered)
             if left == 0:
                 return None
+            self._stale.drop()
             batch = self._batcher.pop(left)
             if batch is not None:
                 return batch
@@ -149,7 +157,8 @@ class RayRollout:
                 self._end_failed_groups()
             else:
                 self._end_failed_groups()
-                return self._batcher.flush() or None
+                if not self._fleet.revive():
+                    return self._batcher.flush() or None
 
     def _await_event(self) -> None:
         try:
@@ -161,7 +170,7 @@ class RayRollout:
         self._fleet.watch()
 
     def _add(self, arrival: Arrival) -> None:
-        delivery = Delivery(arrival)
+        delivery = ArrivedBatch(arrival)
         heads = arrival.header.heads
         if not self.stay_away:
             try:
@@ -177,9 +186,10 @@ class RayRollout:
         if self._groups is not None:
             self._groups.settle(self._batcher, self._books)
 
-    def _add_turn(self, head: TurnHead, delivery: Delivery, place: int) -> None:
+    def _add_turn(self, head: TurnHead, delivery: ArrivedBatch, place: int) -> None:
         trajectory = Trajectory(
-            head.traj_id, head.env_id, head.policy_id, head.traj_id, head.group_id, head.group_index
+            head.traj_id, head.env_id, head.policy_id, unit=head.traj_id, group_id=head.group_id,
+            group_index=head.group_index, version=head.began_with,
         )  # fmt: skip
         size = 1
         if self._groups is not None and self._groups.size is not None:
@@ -189,11 +199,23 @@ class RayRollout:
                 return
         if isinstance(self._batcher, UnitBatcher) and not self._batcher.is_open(trajectory.unit):
             self._batcher.open(trajectory.unit, size)
-        self._batcher.add(ArrivedTurn(trajectory, head.step, head.done, delivery, place))  # type: ignore[arg-type]
+        self._batcher.add(ArrivedTurn(trajectory, head, delivery, place))  # type: ignore[arg-type]
 
     def _end_failed_groups(self) -> None:
         if self._groups is not None:
             self._groups.end_failed(self._batcher, self._books)
+
+    @staticmethod
+    def _abandon_nothing(*_: Any) -> None:
+        """Trajectories under way are the workers', who drop what is too old themselves."""
+
+    def _lost(self, trajectory: Trajectory, reason: str) -> None:
+        if self._groups is not None:
+            self._groups.come_back([(trajectory.group_id, trajectory.group_index)])
+
+    def fresh(self, turns: list[Any]) -> bool:
+        """Whether a batch may still be delivered; if not, it is taken back, and what is too old in it dropped."""
+        return self._stale.fresh(turns)
 
     def delivered(self, turns: Sequence[ArrivedTurn]) -> None:
         """Turns have reached the reader, or whatever took them in his place."""
@@ -219,9 +241,9 @@ class RayRollout:
         return []
 
 
-def whole_delivery(turns: Sequence[Any]) -> Delivery | None:
+def whole_delivery(turns: Sequence[Any]) -> ArrivedBatch | None:
     """The worker's batch that these turns are, if they are one, as it came and unread."""
-    delivery: Delivery = turns[0].delivery
+    delivery: ArrivedBatch = turns[0].delivery
     if delivery.ref is None or delivery.size != len(turns):
         return None
     return delivery if all(turn.delivery is delivery for turn in turns) else None

@@ -19,11 +19,11 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_llm.control import Control
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.ray.messages import Parcel
-from torchrl_llm.ray.rollout import Delivery
+from torchrl_llm.ray.rollout import ArrivedBatch
 from torchrl_llm.ray.transport import pack
-from torchrl_llm.sinks import PUT_POLL_SECONDS, QueueSink, Sink, make_sink
+from torchrl_llm.sinks import ANY_TIME, Delivery, QueueSink, Sink, make_sink
 
-Shipment: TypeAlias = "TensorDictBase | Delivery"
+Shipment: TypeAlias = "TensorDictBase | ArrivedBatch"
 
 # Who opens a parcel: whoever extends the buffer, or takes it from the queue.
 OPENED_IN_BUFFER, OPENED_FROM_QUEUE = 1, 2
@@ -42,13 +42,16 @@ class RayQueueSink:
         self._queue = target
         self._ends = QueueSink(target)
 
-    def write(self, batch: Shipment, control: Control) -> None:
+    def write(self, batch: Shipment, control: Control, delivery: Delivery = ANY_TIME) -> bool:
         """See :meth:`~torchrl_llm.sinks.Sink.write`."""
         item = _item(batch, self.opened_by)
         while True:
             control.checkpoint()
-            if self._put(item, PUT_POLL_SECONDS):
-                return
+            with delivery.lock:
+                if not delivery.fresh():
+                    return False
+                if self._put(item, delivery.poll):
+                    return True
 
     def write_last(self, batch: Shipment, deadline: float) -> bool:
         """See :meth:`~torchrl_llm.sinks.Sink.write_last`."""
@@ -81,9 +84,13 @@ class RayBufferSink:
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
 
-    def write(self, batch: Shipment, control: Control) -> None:
+    def write(self, batch: Shipment, control: Control, delivery: Delivery = ANY_TIME) -> bool:
         """See :meth:`~torchrl_llm.sinks.Sink.write`."""
-        self._extend(batch)
+        with delivery.lock:
+            if not delivery.fresh():
+                return False
+            self._extend(batch)
+        return True
 
     def write_last(self, batch: Shipment, deadline: float) -> bool:
         """See :meth:`~torchrl_llm.sinks.Sink.write_last`."""
@@ -104,7 +111,7 @@ class RayBufferSink:
 
 
 def _item(batch: Shipment, opened_by: int) -> Any:
-    if isinstance(batch, Delivery):
+    if isinstance(batch, ArrivedBatch):
         return batch.ref
     if isinstance(batch, LazyStackedTensorDict):
         return Parcel(pack(batch.tensordicts), opened_by)

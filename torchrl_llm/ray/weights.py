@@ -20,8 +20,8 @@ import numpy as np
 import ray
 import torch
 
-from torchrl_llm.errors import WorkerError
-from torchrl_llm.weight_forms import read_weights
+from torchrl_llm.errors import CollectorError, WorkerError
+from torchrl_llm.weight_forms import Weights, read_weights
 from torchrl_llm.weights import check_mode
 
 Call = Callable[..., Any]
@@ -73,15 +73,22 @@ class ClusterWeights:
 
     Args:
         call: calls a function of every worker's collector, see :meth:`RayCollector.call_workers`.
+        on_update: called after each update.
+
+    Attributes:
+        changing: held while the version changes.
     """
 
-    def __init__(self, call: Callable[..., dict[int, Any]]) -> None:
+    def __init__(self, call: Callable[..., dict[int, Any]], on_update: Callable[[], None]) -> None:
+        self.changing = threading.Lock()
         self._call = call
+        self._on_update = on_update
         self._updating = threading.Lock()
         self._version = 0
-        self._newest: tuple[int, Any] | None = None
+        self._newest: tuple[int, Any, Mapping[str, Any] | None] | None = None
         self._updates = 0
         self._seconds = 0.0
+        self._level = 0
 
     @property
     def version(self) -> int:
@@ -89,9 +96,21 @@ class ClusterWeights:
         return self._version
 
     def update(
-        self, source: Any, version: int | None = None, mode: str | None = None, timeout: float | None = None
+        self,
+        source: Any,
+        version: int | None = None,
+        mode: str | None = None,
+        others: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
     ) -> int:
         """Gives all workers new weights; returns their version when all have switched.
+
+        Args:
+            source: the weights; ``None`` where the workers have a transport of the user's that fetches them.
+            version: number of the new weights; by default one more than the last.
+            mode: what becomes of the responses that are being made; by default the collector's.
+            others: keyword arguments for a transport of the user's.
+            timeout: seconds to wait for all workers together.
 
         Raises:
             ValueError: if the weights do not fit (all workers keep their old ones), or ``version`` is not greater than
@@ -101,27 +120,34 @@ class ClusterWeights:
         """
         if mode is not None:
             check_mode(mode)
-        weights = read_weights(source)
+        weights = None if source is None else read_weights(source)
         begun = time.monotonic()
         with self._updating:
-            before = self._version, self._newest
+            before = self._newest
             new = self._new_version(version)
-            # An adapter is read by each worker from its path: it names files of its own.
-            what = weights.folder if weights.adapter else ray.put(PackedWeights(weights.tensors))
-            self._version, self._newest = new, (new, what)
+            what = None if weights is None else _parcel(weights)
+            self._newest = (new, what, others)
             try:
-                self._call(adopt, what, new, mode, timeout=timeout)
+                self._call(adopt, what, new, mode, others, timeout=timeout)
             except WorkerError as error:
                 refused = self._refused(error)
-                if refused is None:
-                    raise
-                self._version, self._newest = before
-                raise refused from error
+                if refused is not None:
+                    self._newest = before
+                    raise refused from error
+                self._become(new)
+                raise
             finally:
-                weights.dispose()
+                if weights is not None:
+                    weights.dispose()
+            self._become(new)
             self._updates += 1
             self._seconds += time.monotonic() - begun
         return new
+
+    def _become(self, version: int) -> None:
+        with self.changing:
+            self._version = version
+        self._on_update()
 
     def _refused(self, error: WorkerError) -> Exception | None:
         """Why all workers refused the weights, if they did: then nothing has changed."""
@@ -149,11 +175,38 @@ class ClusterWeights:
         """Gives a worker that was just built the newest weights."""
         newest = self._newest
         if newest is not None:
-            call(adopt, newest[1], newest[0], None)
+            version, what, others = newest
+            call(adopt, what, version, None, others)
 
     def restore(self, version: int) -> None:
         """Goes on counting from the version of a saved state."""
         self._version = max(self._version, version)
+
+    # Sleep
+
+    @property
+    def asleep(self) -> ClusterWeights:
+        """Who says whether the engines can answer: see :meth:`check_ready`."""
+        return self
+
+    def sleep(self, level: int) -> None:
+        """Puts the engines of all workers to sleep."""
+        self._call("sleep", level, timeout=None)
+        self._level = level
+
+    def wake_up(self) -> None:
+        """Wakes the engines of all workers."""
+        self._call("wake_up", timeout=None)
+        self._level = 0
+
+    def check_ready(self) -> None:
+        """Refuses a reader whose engines cannot answer.
+
+        Raises:
+            CollectorError: if they sleep.
+        """
+        if self._level:
+            raise CollectorError("the collector's engines sleep: call wake_up() before it is read")
 
     def stats(self) -> dict[str, Any]:
         """``policy_version``, ``weight_updates`` and the seconds that they took."""
@@ -164,7 +217,12 @@ class ClusterWeights:
         }
 
 
-def adopt(collector: Any, weights: Any, version: int, mode: str | None) -> None:
+def _parcel(weights: Weights) -> Any:
+    """What travels: a reference to the tensors, or the path of an adapter, whose folder says more than its tensors."""
+    return weights.folder if weights.adapter else ray.put(PackedWeights(weights.tensors))
+
+
+def adopt(collector: Any, weights: Any, version: int, mode: str | None, others: Mapping[str, Any] | None) -> None:
     """In a worker: gives its collector the weights, unless it has them already, or newer ones."""
     if version > collector.policy_version:
-        collector.update_policy_weights_(weights, version=version, update_mode=mode)
+        collector.update_policy_weights_(weights, version=version, update_mode=mode, **(others or {}))

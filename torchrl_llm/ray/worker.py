@@ -74,6 +74,7 @@ class Worker:
         self._begun = False
         self._opened_by = 0
         self._first_id = 0
+        self._first_versions: dict[int, int] = {}
         self._numbers = 0
         self._lock = threading.Lock()
         self._resume = threading.Event()
@@ -195,14 +196,25 @@ class Worker:
             env_id=self._order.env.index(int(ids.get("env_id"))),
             policy_id=self._order.policy.index(int(ids.get("policy_id"))),
             group_id=int(ids.get("group_id")),
-            group_index=int(ids.get("group_index", -1)),
+            group_index=int(ids.get("group_index")),
+            policy_version=int(ids.get("policy_version")),
+            began_with=self._began_with(ids),
             done=bool(turn.get(("next", "done")).any()),
         )
+        if head.done:
+            self._first_versions.pop(int(ids.get("traj_ids")), None)
         ids.set("traj_ids", torch.tensor(head.traj_id))
         ids.set("env_id", torch.tensor(head.env_id))
         ids.set("policy_id", torch.tensor(head.policy_id))
         ids.set("worker_id", torch.tensor(self._order.worker))
         return head
+
+    def _began_with(self, ids: Any) -> int:
+        """The version that the turn's trajectory began with; turns of a trajectory come in their order."""
+        trajectory, step, version = (int(ids.get(key)) for key in ("traj_ids", "step", "policy_version"))
+        if step == 0:
+            self._first_versions[trajectory] = version
+        return self._first_versions.get(trajectory, version)
 
     def _relocated(self, error: Exception) -> Exception:
         if not isinstance(error, CollectorError):

@@ -1,0 +1,53 @@
+"""Which workers have to be asked how they are, and which have shown no sign of progress for too long.
+
+Guarded by the fleet's lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from torchrl_llm.ray.member import COLLECTING, STARTING, Member
+
+# How often workers are asked for their books while the driver waits for them.
+REPORT_SECONDS = 1.0
+# How long a process may take until its collector is built: engines load their weights, a cluster makes room.
+START_SECONDS = 1800.0
+
+
+class Watch:
+    """Looks after workers while the driver waits for them.
+
+    Args:
+        worker_timeout: seconds without any progress; ``None`` for no limit.
+    """
+
+    def __init__(self, worker_timeout: float | None) -> None:
+        self._worker_timeout = worker_timeout
+        self._asked = time.monotonic()
+
+    def ask_for_reports(self, members: Iterable[Member]) -> None:
+        """Asks those that collect for their books, about once a second."""
+        now = time.monotonic()
+        if now - self._asked < REPORT_SECONDS:
+            return
+        self._asked = now
+        for member in members:
+            if member.state == COLLECTING:
+                member.ask_report()
+
+    def overdue(self, members: Iterable[Member], paused: bool) -> list[tuple[Member, str]]:
+        """The workers to give up, and why. One whose batch waits for the driver is not expected to do anything."""
+        now = time.monotonic()
+        found = []
+        for member in members:
+            idle = now - member.progress
+            collecting = member.state == COLLECTING and member.taking is not None and not paused
+            if collecting and self._worker_timeout is not None and idle > self._worker_timeout:
+                found.append(
+                    (member, f"has made no progress for {idle:.1f} s (worker_timeout: {self._worker_timeout:g})")
+                )
+            elif member.state == STARTING and not member.ready and idle > START_SECONDS:
+                found.append((member, f"was not built within {idle:.1f} s"))
+        return found
