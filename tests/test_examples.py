@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import math
 import os
 import re
 import subprocess
@@ -70,3 +72,64 @@ def test_ray_cluster(tiny_model: str) -> None:
     assert int(books[1]) == int(books[2]) + int(books[3])
     assert int(books[2]) == 60
     assert "60/60" in done.stderr, "no progress bar"
+
+
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv, all finite; and beside it is a picture."""
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    return rows
+
+
+def _mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+@pytest.mark.slow
+def test_grpo_learns(tmp_path: Path) -> None:
+    # No entropy bonus and a high learning rate: quick at first, though not the best in the end.
+    options = ["--groups", "4", "--minibatch", "32", "--lr", "2e-3", "--entropy", "0", "--steps", "40"]
+    done = _run("grpo.py", "--out", str(tmp_path), *options)
+    assert "40/40" in done.stderr, "no progress bar"
+    rows = _metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(40))
+    assert rows[0].keys() == {"seed", "step", "reward", "all_right", "loss", "entropy", "seconds"}
+    assert rows[0]["entropy"] == pytest.approx(math.log(12), abs=0.2), "the model begins with all tokens alike"
+    first, last = _mean(rows[:5], "reward"), _mean(rows[-5:], "reward")
+    assert first < 0.12
+    assert last > 2 * first, "measured: 0.08 and 0.29 to 0.41 with three seeds"
+    assert re.search(r"^seed 0: mean reward 0\.\d+ in the first 2 steps, 0\.\d+ in the last", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_grpo_with_several_seeds_repeats_none(tmp_path: Path) -> None:
+    options = ["--groups", "2", "--group-size", "4", "--minibatch", "8", "--steps", "2"]
+    _run("grpo.py", "--seed", "3", "4", "--out", str(tmp_path), *options)
+    rows = _metrics(tmp_path)
+    assert [(row["seed"], row["step"]) for row in rows] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    assert rows[0]["entropy"] != rows[2]["entropy"]
+
+
+@pytest.mark.slow
+def test_async_grpo(tmp_path: Path) -> None:
+    options = ["--groups", "2", "--group-size", "8", "--minibatch", "16", "--update-every", "2", "--steps", "12"]
+    done = _run("async_grpo.py", "--out", str(tmp_path), *options)
+    assert "12/12" in done.stderr, "no progress bar"
+    rows = _metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(12))
+    clocks = {"tokens_per_second", "updating", "seconds"}
+    learned = {"seed", "step", "reward", "all_right", "loss", "entropy"}
+    assert rows[0].keys() == learned | {"mean_lag", "max_lag"} | clocks
+    assert all(0 <= row["mean_lag"] <= row["max_lag"] for row in rows)
+    assert all(row["max_lag"] <= row["step"] // 2 for row in rows), "older than the first weights"
+    assert any(row["max_lag"] > 0 for row in rows), "of six updates not one found an answer in the buffer"
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert rows[0]["updating"] == 0 < rows[-1]["updating"] < rows[-1]["seconds"]
+
+    shares = re.search(r"^lag of what was learned from, in versions: (.*)$", done.stdout, re.MULTILINE)
+    assert shares is not None
+    assert sum(int(share) for share in re.findall(r"(\d+)%", shares[1])) == pytest.approx(100, abs=3)
+    assert re.search(r"^\d+ response tokens in \d+ s: \d+ tokens/s$", done.stdout, re.MULTILINE)
+    assert re.search(r"^6 weight updates took \d+\.\d s, \d+\.\d% of the time$", done.stdout, re.MULTILINE)
