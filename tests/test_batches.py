@@ -33,6 +33,7 @@ happenings = st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from(["turn", "turn", "last", "drop"])),
         st.tuples(st.just("pop"), st.one_of(st.none(), st.integers(0, 6))),
     ),
+    min_size=15,
     max_size=60,
 )
 

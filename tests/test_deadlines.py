@@ -18,6 +18,7 @@ happenings = st.lists(
         st.tuples(st.just("pass"), st.integers(0, 6)),
         st.tuples(st.sampled_from(["rest", "resume", "expired"])),
     ),
+    min_size=15,
     max_size=40,
 )
 

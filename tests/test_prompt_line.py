@@ -36,6 +36,7 @@ happenings = st.lists(
         st.tuples(st.sampled_from(["deliver", "return", "withdraw"]), st.integers(0, 20)),
         st.tuples(st.just("restart"), st.just(0)),
     ),
+    min_size=15,
     max_size=40,
 )
 

@@ -85,7 +85,7 @@ class Script:
 
     def ready(self) -> list[int]:
         if not self.in_order:
-            return self.completed
+            return list(self.completed)
         ready = []
         for unit in self.order:
             if unit not in self.completed:
@@ -133,12 +133,15 @@ class Script:
 happenings = st.lists(
     st.one_of(
         st.tuples(st.just("launch")),
+        st.tuples(st.just("launch")),
+        st.tuples(st.just("step"), st.integers(0, 9), st.just(True)),
         st.tuples(st.just("step"), st.integers(0, 9), st.booleans()),
         st.tuples(st.just("step"), st.integers(0, 9), st.just(True)),
         st.tuples(st.just("retry"), st.integers(0, 9)),
         st.tuples(st.just("close"), st.integers(0, 9)),
         st.tuples(st.just("pop"), st.one_of(st.none(), st.integers(0, 6))),
     ),
+    min_size=25,
     max_size=60,
 )
 
