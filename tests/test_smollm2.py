@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def smollm2_llm(smollm2: str) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # In a process of its own: its end would take the parallel groups of the engines in this one along.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         from vllm import LLM
 
         llm = LLM(
