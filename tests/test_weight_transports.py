@@ -161,7 +161,7 @@ class Trainer:
 MEMORY: dict[str, torch.Tensor] = {}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def transfer_engine(tiny_model: str) -> Iterator[Any]:
     from engine_settings import ENGINE_SETTINGS, let_go
     from vllm import LLM

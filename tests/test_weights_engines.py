@@ -41,6 +41,7 @@ def own_process_engine(tiny_model: str) -> Iterator[Any]:
     llm.llm_engine.engine_core.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["continue", "wait", "restart"])
 def test_an_engine_in_its_own_process_knows_each_tokens_version(
     mode: str, own_process_engine: Any, original: Any
@@ -63,6 +64,7 @@ def test_an_engine_in_its_own_process_knows_each_tokens_version(
     assert shared_memory_folders() == before
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process_answers_as_the_new_weights_do(
     own_process_engine: Any, original: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -77,7 +79,11 @@ def test_an_engine_in_its_own_process_answers_as_the_new_weights_do(
                 check_answer(row, new, tokenizer)
 
 
-def test_a_policy_that_is_rebuilt_answers_with_the_newest_weights(tiny_model: str, original: Any) -> None:
+@pytest.mark.slow
+def test_a_policy_that_is_rebuilt_answers_with_the_newest_weights(
+    tiny_model: str, original: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     engines: list[Any] = []
 
     def make_policy() -> Any:
@@ -109,7 +115,8 @@ def test_a_policy_that_is_rebuilt_answers_with_the_newest_weights(tiny_model: st
 # Names, ties, adapters
 
 
-@pytest.fixture(scope="module")
+# The end of one in-process engine ends vLLM's process-wide groups, so that they all live as long as the session.
+@pytest.fixture(scope="session")
 def tied_engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A model whose output head is its embedding."""
     from vllm import LLM
@@ -129,7 +136,7 @@ def tied_engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> It
     let_go()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lora_engine(tiny_model: str) -> Iterator[Any]:
     from vllm import LLM
 

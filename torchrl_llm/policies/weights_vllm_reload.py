@@ -155,14 +155,14 @@ def takes_functions(engine: Any) -> bool:
 
 
 def pack_output_heads(worker: Any) -> None:
-    """In a vLLM worker on CPU: packs embeddings and output heads anew.
+    """In a vLLM worker on CPU: packs output heads anew.
 
     A reload packs what it loads. A tied output head loads nothing, and would go on with the old weights (vLLM 0.32).
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in worker.get_model().modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
 
 
