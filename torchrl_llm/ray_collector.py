@@ -171,7 +171,7 @@ class RayCollector(LLMCollector):
             raise
         self._rollout = RayRollout(
             fleet=self._fleet, batcher=batcher, budget=Budget(total_steps, batcher.whole_trajectories), books=books,
-            events=events, control=control,
+            control=control,
         )  # fmt: skip
         self._ledger = books  # type: ignore[assignment]
         self._control = control

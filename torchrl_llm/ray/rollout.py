@@ -10,7 +10,6 @@ All that this module holds belongs to the thread that drives it; the workers are
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +22,8 @@ from torchrl_llm.budget import Budget
 from torchrl_llm.control import Control
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.fleet import Fleet
-from torchrl_llm.ray.member import Arrival, Event
+from torchrl_llm.ray.member import Arrival
 from torchrl_llm.ray.messages import Parcel
-from torchrl_llm.ray.watch import REPORT_SECONDS
 
 
 class Delivery:
@@ -80,7 +78,6 @@ class RayRollout:
         batcher: what a batch is.
         budget: how many turns in all.
         books: the cluster's books.
-        events: the driver's queue.
         control: stop and pause.
 
     Attributes:
@@ -94,7 +91,6 @@ class RayRollout:
         batcher: Batcher,
         budget: Budget,
         books: ClusterBooks,
-        events: queue.SimpleQueue[Event | None],
         control: Control,
     ) -> None:
         self.stay_away = False
@@ -102,7 +98,6 @@ class RayRollout:
         self._batcher = batcher
         self._budget = budget
         self._books = books
-        self._events = events
         self._control = control
         self._finishing = False
 
@@ -141,18 +136,9 @@ class RayRollout:
                 else:
                     raise self._fleet.fatal
             elif self._fleet.at_work:
-                self._await_event()
+                self._fleet.await_event()
             else:
                 return self._batcher.flush() or None
-
-    def _await_event(self) -> None:
-        try:
-            event = self._events.get(timeout=REPORT_SECONDS)
-        except queue.Empty:
-            event = None
-        if event is not None:
-            self._fleet.handle(event)
-        self._fleet.watch()
 
     def _add(self, arrival: Arrival) -> None:
         delivery = Delivery(arrival)
