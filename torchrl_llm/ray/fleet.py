@@ -201,8 +201,7 @@ class Fleet:
                 self._lose(member, error)
             return
         if self._hooks.on_worker_ready is not None:
-            call = calls.caller(member)
-            self._hooks.on_worker_ready(member.worker, call)
+            self._hooks.on_worker_ready(member.worker, calls.caller(member))
         member.ready = True
         member.progress = time.monotonic()
         if self._begun:
