@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle
 import ray
 from ray.exceptions import RayError
 
@@ -124,7 +123,7 @@ class Fleet:
         life, self._lives = self._lives, self._lives + 1
         self._books.begin(life, worker)
         self._schedule.join(worker)
-        order = ray.put(cloudpickle.dumps(self._make_order(worker, life)))
+        order = ray.put(self._make_order(worker, life))
         actor = self._placement.launch(order, worker, self._arguments.demand(worker))
         member = self._members[worker] = Member(worker, life, actor, self._events.put)
         member.ask_ready()
