@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 ENGINE_SETTINGS: dict[str, Any] = {
@@ -13,8 +12,3 @@ ENGINE_SETTINGS: dict[str, Any] = {
     "seed": 0,
     "disable_log_stats": True,
 }
-
-
-def let_go() -> None:
-    """Ends in-process engines that nobody holds; a shutdown would end the parallel groups of all others, too."""
-    gc.collect()

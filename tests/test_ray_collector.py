@@ -305,6 +305,18 @@ def test_every_worker_is_given_the_handle_and_is_ready_before_it_collects(ray_cl
     ray_cluster.kill(prompts)
 
 
+def test_a_constructor_may_hold_a_reference_to_a_large_object(ray_cluster: Any) -> None:
+    ref = ray_cluster.put(["large0", "large1"])
+
+    def make_env() -> ScriptedEnv:
+        import ray
+
+        return ScriptedEnv(ray.get(ref))
+
+    batches = list(LLMCollector(make_env, echo, steps_per_batch=1, backend="ray"))
+    assert [batch["text"] for batch in batches] == [["large0#0"], ["large1#0"]]
+
+
 # Elasticity
 
 

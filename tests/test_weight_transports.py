@@ -163,7 +163,7 @@ MEMORY: dict[str, torch.Tensor] = {}
 
 @pytest.fixture(scope="session")
 def transfer_engine(tiny_model: str) -> Iterator[Any]:
-    from engine_settings import ENGINE_SETTINGS, let_go
+    from engine_settings import ENGINE_SETTINGS
     from vllm import LLM
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import (
@@ -212,8 +212,7 @@ def transfer_engine(tiny_model: str) -> Iterator[Any]:
         WeightTransferEngineFactory.register_engine(name, ByMemory)
     llm = LLM(tiny_model, weight_transfer_config=WeightTransferConfig(backend=name), **ENGINE_SETTINGS)
     yield llm
-    del llm
-    let_go()
+    llm.llm_engine.engine_core.shutdown()
 
 
 def test_vllms_weight_transfer_runs_while_the_engine_rests(transfer_engine: Any, tiny_model: str) -> None:

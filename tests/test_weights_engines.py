@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_settings import ENGINE_SETTINGS, let_go
+from engine_settings import ENGINE_SETTINGS
 from fakes import ScriptedEnv, assert_settled
 from safetensors.torch import load_file, save_file
 from telling_weights import check_answer, load_tiny, own_answer, perturbed, telling, token_of, vllm_policy
@@ -132,8 +132,7 @@ def tied_engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> It
     llm = LLM(str(folder), **ENGINE_SETTINGS)
     llm.folder = str(folder)
     yield llm
-    del llm
-    let_go()
+    llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -142,8 +141,7 @@ def lora_engine(tiny_model: str) -> Iterator[Any]:
 
     llm = LLM(tiny_model, enable_lora=True, max_lora_rank=8, **ENGINE_SETTINGS)
     yield llm
-    del llm
-    let_go()
+    llm.llm_engine.engine_core.shutdown()
 
 
 def lora_policy(llm: Any) -> Any:

@@ -197,7 +197,7 @@ class RayCollector(LLMCollector):
             raise
         self._rollout = RayRollout(
             fleet=self._fleet, batcher=batcher, budget=Budget(total_steps, batcher.whole_trajectories), books=books,
-            events=events, control=control,
+            control=control,
             groups=None if prompts is None else Groups(prompts, prompts.repeats if plan.groups else None, plan.spread),
             lag=lag,
         )  # fmt: skip

@@ -164,7 +164,7 @@ def test_a_worker_that_hangs_is_restarted_after_worker_timeout(ray_cluster: Any,
             threading.Event().wait()
 
     collector = LLMCollector(
-        lambda: ScriptedEnv(on_step=hang_once), echo, steps_per_batch=1, total_steps=6, backend="ray", worker_timeout=1
+        lambda: ScriptedEnv(on_step=hang_once), echo, steps_per_batch=1, total_steps=6, backend="ray", worker_timeout=3
     )
     assert [batch["text"][0] for batch in collector] == ["q0#0", "q1#0", "q0#0", "q1#0", "q2#0", "q3#0"]
     stats = collector.stats()
@@ -248,7 +248,7 @@ def test_a_constructor_whose_module_the_workers_lack_is_named(ray_cluster: Any, 
     module = types.ModuleType("only_on_the_driver")
     exec("def make_env():\n    raise AssertionError('it was called')", module.__dict__)
     monkeypatch.setitem(sys.modules, "only_on_the_driver", module)
-    with pytest.raises(WorkerError, match=r"worker 0 cannot be built: ModuleNotFoundError: .*only_on_the_driver"):
+    with pytest.raises(WorkerError, match=r"worker 0 cannot be built: .*No module named 'only_on_the_driver'"):
         LLMCollector(module.make_env, echo, steps_per_batch=1, backend="ray")
 
 

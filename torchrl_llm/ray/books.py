@@ -61,7 +61,7 @@ class ClusterBooks:
         >>> for trajectory in (0, 1):
         ...     worker.launch(trajectory)
         >>> worker.finish_turn(1, 1)
-        >>> books.report(0, 0, worker.snapshot())
+        >>> _ = books.report(0, 0, worker.snapshot())
         >>> books.arrive(0, turns=1, ended=1)
         >>> books.deliver(1, [0])
         >>> books.end(0, "worker_died")

@@ -93,7 +93,7 @@ class Placement:
             self._group = placement_group(bundles, strategy="PACK")
 
     def launch(self, order_ref: Any, worker: int, demand: Mapping[str, float]) -> Any:
-        """Starts an actor with a reference to its pickled order; returns its handle at once."""
+        """Starts an actor with a reference to its order; returns its handle at once."""
         strategy = self._strategy
         if self._group is not None and (not self._ours or worker < self._bundles):
             index = worker if self._ours else -1
@@ -108,7 +108,7 @@ class Placement:
             scheduling_strategy=strategy,
             max_restarts=0,
             max_task_retries=0,
-        ).remote(order_ref)
+        ).remote([order_ref])
 
     def remove(self) -> None:
         """Gives back a placement group that was made here."""

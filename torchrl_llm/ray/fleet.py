@@ -11,6 +11,7 @@ has its trajectories recorded in the books; after :meth:`Fleet.close` no actor a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -19,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle
 import ray
 from ray.exceptions import RayError
 
@@ -28,7 +28,7 @@ from torchrl_llm.ray import calls
 from torchrl_llm.ray.arguments import RayArguments
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, disconnect
-from torchrl_llm.ray.ending import ask_to_finish, await_end, first_line, kill
+from torchrl_llm.ray.ending import FINISH_SECONDS, ask_to_finish, await_end, first_line, kill, loss_message
 from torchrl_llm.ray.errors import WireError, from_wire
 from torchrl_llm.ray.hooks import WorkerHooks
 from torchrl_llm.ray.member import (
@@ -46,13 +46,10 @@ from torchrl_llm.ray.member import (
 from torchrl_llm.ray.messages import Header
 from torchrl_llm.ray.prompts import ClusterPrompts
 from torchrl_llm.ray.schedule import Schedule
-from torchrl_llm.ray.watch import REPORT_SECONDS, Watch
+from torchrl_llm.ray.watch import Watch
 from torchrl_llm.ray.worker import Order
 
 logger = logging.getLogger("torchrl_llm")
-
-# How long workers get to hand over what they have finished.
-FINISH_SECONDS = 10.0
 
 MakeOrder = Callable[[int, int], Order]
 
@@ -102,7 +99,7 @@ class Fleet:
         self._members: dict[int, Member] = {}
         self._restarts: Counter[int] = Counter()
         self._lives = self._first_life = 0
-        self._workers = 0
+        self._numbers = itertools.count()
         self._building = True
         self._begun = False
         self._opened_by = 0
@@ -119,25 +116,18 @@ class Fleet:
         """
         with self.lock:
             for _ in range(self._arguments.num_workers):
-                self._launch(self._new_worker())
+                self._launch(next(self._numbers))
         while self.fatal is None and any(not member.ready for member in self._members.values()):
-            event = self._wait(REPORT_SECONDS)
-            if event is not None:
-                self.handle(event)
-            self.watch()
+            self.await_event()
         self._building = False
         if self.fatal is not None:
             raise self.fatal
-
-    def _new_worker(self) -> int:
-        self._workers += 1
-        return self._workers - 1
 
     def _launch(self, worker: int) -> None:
         life, self._lives = self._lives, self._lives + 1
         self._books.begin(life, worker)
         self._schedule.join(worker)
-        order = ray.put(cloudpickle.dumps(self._make_order(worker, life)))
+        order = ray.put(self._make_order(worker, life))
         actor = self._placement.launch(order, worker, self._arguments.demand(worker))
         member = self._members[worker] = Member(worker, life, actor, self._events.put)
         member.ask_ready()
@@ -189,11 +179,13 @@ class Fleet:
 
     # Events
 
-    def _wait(self, seconds: float) -> Event | None:
-        try:
-            return self._events.get(timeout=seconds)
-        except queue.Empty:
-            return None
+    def await_event(self) -> None:
+        """Waits for an answer of a worker, or until it is time to look after them, and does what follows."""
+        with contextlib.suppress(queue.Empty):
+            event = self._events.get(timeout=self._watch.interval)
+            if event is not None:
+                self.handle(event)
+        self.watch()
 
     def handle(self, event: Event) -> None:
         """Makes the transition that an answer of a worker asks for."""
@@ -228,8 +220,7 @@ class Fleet:
                 self._lose(member, error)
             return
         if self._hooks.on_worker_ready is not None:
-            call = calls.caller(member)
-            self._hooks.on_worker_ready(member.worker, call)
+            self._hooks.on_worker_ready(member.worker, calls.caller(member))
         member.ready = True
         member.progress = time.monotonic()
         if self._begun:
@@ -279,14 +270,7 @@ class Fleet:
         self._become(member, LOST)
         kill(member)
         trajectories, turns = self._books.end(member.life, "worker_died")
-        logger.warning(
-            "%s %s (%s): %d trajectories in flight and %d finished turns went with it",
-            member.name,
-            why,
-            error if error is None else f"{type(error).__name__}: {first_line(error)}",
-            trajectories,
-            turns,
-        )
+        logger.warning(loss_message(member, why, error, trajectories, turns))
         self._give_back_prompts(member)
         if self._hooks.on_worker_lost is not None:
             self._hooks.on_worker_lost(member.worker)
@@ -358,7 +342,7 @@ class Fleet:
         with self.lock:
             if self._closed or self.fatal is not None:
                 raise CollectorError("workers cannot be added: the collection is over")
-            workers = [self._new_worker() for _ in range(count)]
+            workers = [next(self._numbers) for _ in range(count)]
             for worker in workers:
                 self._launch(worker)
         return workers
@@ -423,13 +407,11 @@ class Fleet:
         self._books.report(member.life, last.number, last.report)
 
     def _handle_waiting(self) -> None:
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 event = self._events.get_nowait()
-            except queue.Empty:
-                break
-            if event is not None:
-                self.handle(event)
+                if event is not None:
+                    self.handle(event)
         self._events.put(None)  # one of those that were taken may have been meant for the driver
 
     def close(self, deadline: float) -> None:

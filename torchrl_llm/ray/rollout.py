@@ -10,7 +10,6 @@ All that this module holds belongs to the thread that drives it; the workers are
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +24,8 @@ from torchrl_llm.lag import Lag
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.fleet import Fleet
 from torchrl_llm.ray.groups import Groups
-from torchrl_llm.ray.member import Arrival, Event
+from torchrl_llm.ray.member import Arrival
 from torchrl_llm.ray.messages import Parcel, TurnHead
-from torchrl_llm.ray.watch import REPORT_SECONDS
 from torchrl_llm.stale import Stale
 from torchrl_llm.units import UnitBatcher
 
@@ -85,7 +83,6 @@ class RayRollout:
         batcher: what a batch is.
         budget: how many turns in all.
         books: the cluster's books.
-        events: the driver's queue.
         control: stop and pause.
         groups: the shared prompt source, if there is one.
         lag: how far what is delivered may lie behind the weights; ``None`` for no limit.
@@ -101,7 +98,6 @@ class RayRollout:
         batcher: Batcher,
         budget: Budget,
         books: ClusterBooks,
-        events: queue.SimpleQueue[Event | None],
         control: Control,
         groups: Groups | None = None,
         lag: Lag | None = None,
@@ -111,7 +107,6 @@ class RayRollout:
         self._batcher = batcher
         self._budget = budget
         self._books = books
-        self._events = events
         self._control = control
         self._groups = groups
         self._stale = Stale(lag, [], batcher, books, self._abandon_nothing, self._lost)  # type: ignore[arg-type]
@@ -153,21 +148,12 @@ class RayRollout:
                 else:
                     raise self._fleet.fatal
             elif self._fleet.at_work:
-                self._await_event()
+                self._fleet.await_event()
                 self._end_failed_groups()
             else:
                 self._end_failed_groups()
                 if not self._fleet.revive():
                     return self._batcher.flush() or None
-
-    def _await_event(self) -> None:
-        try:
-            event = self._events.get(timeout=REPORT_SECONDS)
-        except queue.Empty:
-            event = None
-        if event is not None:
-            self._fleet.handle(event)
-        self._fleet.watch()
 
     def _add(self, arrival: Arrival) -> None:
         delivery = ArrivedBatch(arrival)

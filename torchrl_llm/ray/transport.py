@@ -82,6 +82,7 @@ def pack(turns: Sequence[TensorDictBase]) -> Packed:
     """Takes turns apart for their journey.
 
     Examples:
+        >>> from tensordict import TensorDict
         >>> turn = TensorDict(ids=torch.arange(3), text="a")
         >>> packed = pack([turn, turn.clone()])
         >>> [(row["ids"].tolist(), row["text"]) for row in unpack(packed)]

@@ -21,16 +21,21 @@ class Watch:
 
     Args:
         worker_timeout: seconds without any progress; ``None`` for no limit.
+
+    Attributes:
+        interval: seconds from one look to the next.
     """
 
     def __init__(self, worker_timeout: float | None) -> None:
         self._worker_timeout = worker_timeout
         self._asked = time.monotonic()
+        # Often enough for the books to know, when a worker is given up, what goes with it.
+        self.interval = REPORT_SECONDS if worker_timeout is None else min(REPORT_SECONDS, worker_timeout / 4)
 
     def ask_for_reports(self, members: Iterable[Member]) -> None:
         """Asks those that collect for their books, about once a second."""
         now = time.monotonic()
-        if now - self._asked < REPORT_SECONDS:
+        if now - self._asked < self.interval:
             return
         self._asked = now
         for member in members:

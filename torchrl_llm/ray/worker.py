@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import ray
 import torch
 from tensordict import TensorDictBase, set_list_to_stack
@@ -65,10 +64,10 @@ class Worker:
     """The actor's class.
 
     Args:
-        order: what to do, as a pickled :class:`Order`.
+        order: what to do: a list with a reference to an :class:`Order`.
     """
 
-    def __init__(self, order: bytes) -> None:
+    def __init__(self, order: list[Any]) -> None:
         self._collector: Any = None
         self._failure: WireError | None = None
         self._begun = False
@@ -80,8 +79,8 @@ class Worker:
         self._resume = threading.Event()
         self._pause: threading.Thread | None = None
         try:
-            # Read here, and not by Ray, so that a module which is not to be had here is an error like any other.
-            self._order: Order = cloudpickle.loads(order)
+            # Read here, and not as an argument, so that a module which is not to be had here is an error like others.
+            self._order: Order = ray.get(order[0])
             self._outbox = Outbox(self._order.prefetch, self._label)
             self._collector = self._build()
         except Exception as error:
