@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ def test_requests_wait_while_the_engine_sleeps_and_go_on_afterwards(
         target.get(timeout=PATIENCE)
         collector.sleep()
         assert calls == [("sleep", {"level": 1, "mode": "keep"})]
+        deadline = time.monotonic() + PATIENCE
+        while (stats := collector.stats())["requests_in_flight"] < 3 or stats["turns_pending"]:
+            assert time.monotonic() < deadline  # what was answered before is still on its way
+            time.sleep(0.01)
         while not target.empty():
             target.get()
         with pytest.raises(queue.Empty):
