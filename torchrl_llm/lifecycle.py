@@ -126,6 +126,11 @@ class Collection:
         if self._control.stopping:
             raise CollectorError("the collector was shut down")
 
+    @property
+    def finished(self) -> bool:
+        """Whether the collection has come to its end by itself, without an error."""
+        return self._finished
+
     def _raise_error(self) -> None:
         if self._error is not None:
             # With the traceback that it came with: each raise would make it longer.
