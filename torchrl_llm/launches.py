@@ -109,6 +109,10 @@ class Launches:
             if not begun:
                 seed_loaders(slot.primers, slot.new_seed)
 
+    def look_again(self) -> None:
+        """Prompts have come back to sources that had none."""
+        self._dry.clear()
+
     def left(self) -> int | None:
         """Turns that may still be delivered; ``None`` for no end."""
         return self._budget.left(self._ledger.turns_delivered)

@@ -1,8 +1,9 @@
-"""The workers: they are started, asked, watched, restarted, added, removed and ended here.
+"""The workers' lives: they are started, asked, watched, restarted, added, removed and ended here.
 
-Everything that a :class:`Fleet` holds is guarded by its lock; transitions take it, waiting does not. They are driven by
-whoever reads the collector (:mod:`torchrl_llm.ray.rollout`), which hands in the events that Ray's threads post; a
-thread that adds, removes or calls workers takes the lock for its part.
+Everything that a :class:`Fleet` holds is guarded by the lock of its :class:`~torchrl_llm.ray.roster.Roster`;
+transitions take it, waiting does not. They are driven by whoever reads the collector
+(:mod:`torchrl_llm.ray.rollout`), which hands in the events that Ray's threads post; a thread that adds or removes
+workers takes the lock for its part.
 
 Invariants: a worker has one process at a time; events of a process that is over are ignored; each process that is over
 has its trajectories recorded in the books; after :meth:`Fleet.close` no actor and no placement group of ours is left.
@@ -14,10 +15,9 @@ import contextlib
 import itertools
 import logging
 import queue
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -45,6 +45,7 @@ from torchrl_llm.ray.member import (
 )
 from torchrl_llm.ray.messages import Header
 from torchrl_llm.ray.prompts import ClusterPrompts
+from torchrl_llm.ray.roster import Roster
 from torchrl_llm.ray.schedule import Schedule
 from torchrl_llm.ray.watch import Watch
 from torchrl_llm.ray.worker import Order
@@ -84,7 +85,9 @@ class Fleet:
         worker_timeout: float | None,
         prompts: ClusterPrompts | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.roster = Roster()
+        self.lock = self.roster.lock
+        self._members = self.roster.members
         self.fatal: CollectorError | None = None
         self._make_order = make_order
         self._arguments = arguments
@@ -96,14 +99,12 @@ class Fleet:
         self._max_restarts = max_restarts
         self._prompts = prompts
         self._watch = Watch(worker_timeout)
-        self._members: dict[int, Member] = {}
         self._restarts: Counter[int] = Counter()
         self._lives = self._first_life = 0
         self._numbers = itertools.count()
         self._building = True
         self._begun = False
         self._opened_by = 0
-        self._pauses = 0
         self._closed = False
 
     # Starting
@@ -169,7 +170,7 @@ class Fleet:
         member.begun = True
         self._become(member, COLLECTING)
         member.actor.begin.remote(self._opened_by, self._first_life)
-        if self._pauses:
+        if self.roster.pauses:
             member.actor.pause.remote()
         member.ask_take()
 
@@ -190,12 +191,12 @@ class Fleet:
     def handle(self, event: Event) -> None:
         """Makes the transition that an answer of a worker asks for."""
         with self.lock:
-            member = next((m for m in self._members.values() if m.life == event.life), None)
+            member = self.roster.by_life(event.life)
             if member is None or member.state in (LOST, REMOVED):
                 return
             if event.error is not None:
                 self._on_error(member, event)
-            elif event.call == "ready":
+            elif event.call in ("ready", "order"):
                 self._on_ready(member, event.value)
             elif event.call == "report":
                 member.reporting = False
@@ -206,18 +207,25 @@ class Fleet:
     def _on_error(self, member: Member, event: Event) -> None:
         if member.state == LEAVING:
             return  # whoever lets it leave counts what did not come
-        if isinstance(event.error, RayError) and not isinstance(event.error, ray.exceptions.RayTaskError):
+        assert event.error is not None
+        if calls.is_loss(event.error):
             self._lose(member, event.error)
         else:
             self._fail(CollectorError(f"{member.name} failed in {event.call}: {event.error}"), event.error)
 
-    def _on_ready(self, member: Member, failure: WireError | None) -> None:
-        if failure is not None:
-            error = from_wire(failure)
+    def _on_ready(self, member: Member, answer: Any) -> None:
+        """A collector is built, or has carried out a standing order: it gets the next one, or takes part."""
+        if isinstance(answer, WireError):
+            error = from_wire(answer)
             if self._building:
                 self._fail_by(error, member)
             else:
                 self._lose(member, error)
+            return
+        if member.state != STARTING:
+            return
+        if (order := self.roster.next_order_for(member)) is not None:
+            member.ask_order(order.number, order.method, order.arguments_for(member.life))
             return
         if self._hooks.on_worker_ready is not None:
             self._hooks.on_worker_ready(member.worker, calls.caller(member))
@@ -290,32 +298,23 @@ class Fleet:
             self._prompts.lost(member.life)
 
     def revive(self) -> bool:
-        """Starts a worker again that found no prompts, when others have given some back; ``False`` if there is none."""
+        """Lets the workers go on that found no prompts, when some have come back; ``False`` if there is nobody."""
         with self.lock:
             if self._prompts is None or self._closed or not self._prompts.has_more():
                 return False
-            finished = next((member for member in self._members.values() if member.state == FINISHED), None)
-            if finished is None:
-                return False
-            self._become(finished, REMOVED)
-            self._books.end(finished.life, "cut_off")
-            kill(finished)
-            self._launch(finished.worker)
-            return True
+            finished = self.roster.in_state(FINISHED)
+            for member in finished:
+                self._schedule.join(member.worker)
+                self._begin(member)
+            return bool(finished)
 
     def watch(self) -> None:
         """Asks for reports now and then, and takes for lost what has shown no sign of progress for too long."""
         with self.lock:
             self._watch.ask_for_reports(self._members.values())
-            for member, why in self._watch.overdue(self._members.values(), paused=self._pauses > 0):
+            resting = self.roster.pauses > 0 or self.roster.stands(SLEEP)
+            for member, why in self._watch.overdue(self._members.values(), resting):
                 self._lose(member, None, why)
-
-    def refresh(self) -> None:
-        """Begins the time without progress anew: nobody was there to see any."""
-        now = time.monotonic()
-        with self.lock:
-            for member in self._members.values():
-                member.progress = max(member.progress, now)
 
     # Reading
 
@@ -324,7 +323,7 @@ class Fleet:
         with self.lock:
             arrival = self._schedule.pop()
             if arrival is not None:
-                member = next((m for m in self._members.values() if m.life == arrival.life), None)
+                member = self.roster.by_life(arrival.life)
                 if member is not None and member.state == COLLECTING and member.taking is None:
                     member.ask_take()
             return arrival
@@ -333,7 +332,7 @@ class Fleet:
     def at_work(self) -> bool:
         """Whether anything may still come."""
         with self.lock:
-            return any(member.state in (STARTING, COLLECTING, LEAVING) for member in self._members.values())
+            return bool(self.roster.in_state(STARTING, COLLECTING, LEAVING))
 
     # Elasticity
 
@@ -354,7 +353,7 @@ class Fleet:
             ValueError: if none would be left.
         """
         with self.lock:
-            present = [m for _, m in sorted(self._members.items()) if m.state in (STARTING, COLLECTING, FINISHED)]
+            present = self.roster.in_state(STARTING, COLLECTING, FINISHED)
             if count >= len(present):
                 raise ValueError(f"n={count} is not allowed: there are {len(present)} workers, and one has to stay")
             leaving = present[-count:]
@@ -371,7 +370,7 @@ class Fleet:
         if not ray.is_initialized():
             return
         with self.lock:
-            members = [m for m in self._members.values() if m.state in (STARTING, COLLECTING, FINISHED, FAILED)]
+            members = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
             for member in members:
                 self._become(member, LEAVING)
         self._finish(members, FINISH_SECONDS, reason=None)
@@ -433,53 +432,3 @@ class Fleet:
                     self._prompts.close()
         finally:
             disconnect()
-
-    # Calls to every worker
-
-    def call(
-        self, method: calls.Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
-    ) -> dict[int, Any]:
-        """Calls a method of every worker's collector; see :meth:`RayCollector.call_workers`."""
-        return self._call(method, lambda member: args, kwargs, timeout)
-
-    def lives(self) -> list[int]:
-        """The processes whose collectors can be called."""
-        with self.lock:
-            return [member.life for _, member in sorted(self._members.items()) if member.answers]
-
-    def call_each(self, method: calls.Method, argument_for: Callable[[int], Any]) -> dict[int, Any]:
-        """Calls a method of every worker's collector, with an argument that depends on the number of its process."""
-        return self._call(method, lambda member: (argument_for(member.life),), {}, None)
-
-    def _call(
-        self,
-        method: calls.Method,
-        args_for: Callable[[Member], tuple[Any, ...]],
-        kwargs: dict[str, Any],
-        timeout: float | None,
-    ) -> dict[int, Any]:
-        with self.lock:
-            members = [member for _, member in sorted(self._members.items()) if member.answers]
-            answers = {member: calls.ask(member, method, args_for(member), kwargs) for member in members}
-        return calls.gather(method, answers, timeout)
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Brings all workers to rest."""
-        with self.lock:
-            self._pauses += 1
-            resting = self._tell_collecting("pause") if self._pauses == 1 else []
-        if resting:
-            ray.wait(resting, num_returns=len(resting))
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._pauses -= 1
-                self.refresh()
-                if self._pauses == 0 and ray.is_initialized():
-                    self._tell_collecting("resume")
-
-    def _tell_collecting(self, method: str) -> list[Any]:
-        members = [member for member in self._members.values() if member.state == COLLECTING]
-        return [getattr(member.actor, method).remote() for member in members]

@@ -88,6 +88,11 @@ class Outbox:
             self._taken = 1
             return self._letters.popleft()
 
+    def reopen(self) -> None:
+        """After the end, batches come again."""
+        with self._changed:
+            self._ended = False
+
     def let_all_in(self) -> None:
         """From now on there is room for everything: the worker ends, and nothing that was finished may be lost."""
         with self._changed:
