@@ -93,7 +93,7 @@ def test_workers_that_have_not_switched_are_named(ray_cluster: Any) -> None:
 
                 worker._pool.runners[0].policy.weight = nn.Parameter(torch.zeros(3))
 
-        collector._fleet.call_each(break_one, lambda life: life)
+        collector._roster.call_each(break_one, lambda life: (life,))
         with pytest.raises(WorkerError, match=r"adopt failed on 1 of 2 workers: worker 1: ValueError") as caught:
             collector.update_policy_weights_(weights(4))
         assert caught.value.failures.keys() == {1}

@@ -88,6 +88,15 @@ def failure(method: Method, answers: Answers) -> WorkerError:
     return error
 
 
+def refusal(error: WorkerError) -> Exception | None:
+    """Why nobody did it, if all workers refused what they were given; it is of the type that they raised."""
+    results, failures = error.results, error.failures  # type: ignore[attr-defined]
+    if results or not all(isinstance(cause, (TypeError, ValueError)) for cause in failures.values()):
+        return None
+    first = failures[min(failures)]
+    return type(first)(str(first))
+
+
 def is_loss(error: BaseException) -> bool:
     """Whether an error says that the worker's process is gone, and not that it failed to do something."""
     return isinstance(error, RayError) and not isinstance(error, ray.exceptions.RayTaskError)

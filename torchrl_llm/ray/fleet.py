@@ -312,7 +312,7 @@ class Fleet:
         """Asks for reports now and then, and takes for lost what has shown no sign of progress for too long."""
         with self.lock:
             self._watch.ask_for_reports(self._members.values())
-            resting = self.roster.pauses > 0 or self.roster.stands(SLEEP)
+            resting = self.roster.pauses > 0 or self.roster.asleep
             for member, why in self._watch.overdue(self._members.values(), resting):
                 self._lose(member, None, why)
 

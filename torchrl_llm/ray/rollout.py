@@ -126,7 +126,7 @@ class RayRollout:
             CollectorError: what stopped the collection.
             Stopped: if another thread told the collection to stop.
         """
-        self._fleet.refresh()
+        self._fleet.roster.refresh()
         self._fleet.begin()
         while True:
             self._control.checkpoint()
@@ -185,7 +185,9 @@ class RayRollout:
                 return
         if isinstance(self._batcher, UnitBatcher) and not self._batcher.is_open(trajectory.unit):
             self._batcher.open(trajectory.unit, size)
-        self._batcher.add(ArrivedTurn(trajectory, head, delivery, place))  # type: ignore[arg-type]
+        turn: Any = ArrivedTurn(trajectory, head, delivery, place)
+        self._batcher.add(turn)
+        self._stale.finished(turn)
 
     def _end_failed_groups(self) -> None:
         if self._groups is not None:
