@@ -31,7 +31,7 @@ class Outbox:
 
     Examples:
         >>> from tensordict import TensorDict, lazy_stack
-        >>> outbox = Outbox(1, lambda turn: TurnHead(7, 0, 0, 0, -1, True))
+        >>> outbox = Outbox(1, lambda turn: TurnHead(7, 0, 0, 0, -1, -1, 0, 0, True))
         >>> outbox.put(lazy_stack([TensorDict(text="a")]), timeout=0)
         >>> outbox.put(None, timeout=0)
         >>> [heads] = [outbox.take()[0]]
