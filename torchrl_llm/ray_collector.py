@@ -170,17 +170,13 @@ class RayCollector(LLMCollector):
                 prompts=None if prompts is None else prompts.connection,
             )
 
-        connect(ray_init_config)
-        try:
+        with contextlib.ExitStack() as undo:
+            connect(ray_init_config)
+            undo.callback(disconnect)
             placed = Placement(placement, wanted.demands)
-            try:
-                prompts = None if source is None else ClusterPrompts(source, whole_groups=not plan.spread)
-            except BaseException:
-                placed.remove()
-                raise
-        except BaseException:
-            disconnect()
-            raise
+            undo.callback(placed.remove)
+            prompts = None if source is None else ClusterPrompts(source, whole_groups=not plan.spread)
+            undo.pop_all()
         schedule: Schedule[Arrival] = RoundRobin() if ordered else FirstCome()
         fleet = self._fleet = Fleet(
             make_order=make_order, arguments=wanted, placement=placed, books=books, schedule=schedule,

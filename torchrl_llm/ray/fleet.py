@@ -17,18 +17,19 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from torchrl_llm.errors import CollectorError, WorkerError
 from torchrl_llm.ray import calls
 from torchrl_llm.ray.arguments import RayArguments
+from torchrl_llm.ray.arrivals import Arrivals
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, disconnect
-from torchrl_llm.ray.ending import FINISH_SECONDS, ask_to_finish, await_end, first_line, kill, loss_message
+from torchrl_llm.ray.departures import Departures
+from torchrl_llm.ray.ending import FINISH_SECONDS, first_line, kill, loss_message
 from torchrl_llm.ray.errors import WireError, from_wire
 from torchrl_llm.ray.hooks import WorkerHooks
 from torchrl_llm.ray.member import (
@@ -85,7 +86,7 @@ class Fleet:
         worker_timeout: float | None,
         prompts: ClusterPrompts | None = None,
     ) -> None:
-        self.roster = Roster()
+        self.roster = Roster(books)
         self.lock = self.roster.lock
         self._members = self.roster.members
         self.fatal: CollectorError | None = None
@@ -98,6 +99,8 @@ class Fleet:
         self._events = events
         self._max_restarts = max_restarts
         self._prompts = prompts
+        self._arrivals = Arrivals(books, schedule, prompts)
+        self._departures = Departures(self.roster, books, self._arrivals, self._handle_waiting, self._give_back)
         self._watch = Watch(worker_timeout)
         self._restarts: Counter[int] = Counter()
         self._lives = self._first_life = 0
@@ -168,15 +171,11 @@ class Fleet:
 
     def _begin(self, member: Member) -> None:
         member.begun = True
-        self._become(member, COLLECTING)
+        self.roster.become(member, COLLECTING)
         member.actor.begin.remote(self._opened_by, self._first_life)
         if self.roster.pauses:
             member.actor.pause.remote()
         member.ask_take()
-
-    def _become(self, member: Member, state: str) -> None:
-        member.state = state
-        self._books.state(member.worker, state)
 
     # Events
 
@@ -242,21 +241,14 @@ class Fleet:
         member.taking = None
         self._on_report(member, header)
         if not header.end:
-            self._arrive(Arrival(member.life, header, ref=payload), member)
+            self._arrivals.arrive(member, Arrival(member.life, header, ref=payload))
         elif member.state == COLLECTING:
             self._schedule.leave(member.worker)
             if header.error is None:
-                self._become(member, FINISHED)
+                self.roster.become(member, FINISHED)
             else:
-                self._become(member, FAILED)
+                self.roster.become(member, FAILED)
                 self._fail_by(from_wire(header.error), member)
-
-    def _arrive(self, arrival: Arrival, member: Member) -> None:
-        heads = arrival.header.heads
-        self._books.arrive(member.life, len(heads), sum(head.done for head in heads))
-        if self._prompts is not None:
-            self._prompts.arrived(member.life, [head.member for head in heads if head.done])
-        self._schedule.arrive(member.worker, arrival)
 
     def _fail_by(self, error: BaseException, member: Member) -> None:
         if isinstance(error, CollectorError):
@@ -275,11 +267,11 @@ class Fleet:
 
     def _lose(self, member: Member, error: BaseException | None, why: str = "was lost") -> None:
         """A process is gone, or taken for gone: counts what went with it, and starts another."""
-        self._become(member, LOST)
+        self.roster.become(member, LOST)
         kill(member)
         trajectories, turns = self._books.end(member.life, "worker_died")
         logger.warning(loss_message(member, why, error, trajectories, turns))
-        self._give_back_prompts(member)
+        self._give_back(member)
         if self._hooks.on_worker_lost is not None:
             self._hooks.on_worker_lost(member.worker)
         if self.fatal is not None or self._closed:
@@ -292,15 +284,15 @@ class Fleet:
         self._restarts[member.worker] += 1
         self._launch(member.worker)
 
-    def _give_back_prompts(self, member: Member) -> None:
-        """What a process that is over held is handed out again."""
-        if self._prompts is not None and not self._closed and self.fatal is None:
-            self._prompts.lost(member.life)
+    def _give_back(self, member: Member) -> None:
+        """What a process that is over held is handed out again, if there is anybody left to hand it to."""
+        if not self._closed and self.fatal is None:
+            self._arrivals.give_back(member)
 
     def revive(self) -> bool:
         """Lets the workers go on that found no prompts, when some have come back; ``False`` if there is nobody."""
         with self.lock:
-            if self._prompts is None or self._closed or not self._prompts.has_more():
+            if self._closed or not self._arrivals.more_prompts():
                 return False
             finished = self.roster.in_state(FINISHED)
             for member in finished:
@@ -358,8 +350,8 @@ class Fleet:
                 raise ValueError(f"n={count} is not allowed: there are {len(present)} workers, and one has to stay")
             leaving = present[-count:]
             for member in leaving:
-                self._become(member, LEAVING)
-        self._finish(leaving, FINISH_SECONDS, "worker_removed")
+                self.roster.become(member, LEAVING)
+        self._departures.leave(leaving, FINISH_SECONDS, "worker_removed")
         self._events.put(None)
         return [member.worker for member in leaving]
 
@@ -372,38 +364,8 @@ class Fleet:
         with self.lock:
             members = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
             for member in members:
-                self._become(member, LEAVING)
-        self._finish(members, FINISH_SECONDS, reason=None)
-
-    def _finish(self, members: Sequence[Member], seconds: float, reason: str | None) -> None:
-        """Lets workers hand over what they have finished, and ends their processes."""
-        answers = ask_to_finish(members, seconds)
-        # What was taken before is in front of what is left.
-        self._handle_waiting()
-        with self.lock:
-            for member in members:
-                if member.life in answers:
-                    self._on_finished(member, answers[member.life])
-                self._schedule.leave(member.worker)
-                self._become(member, REMOVED)
-                if reason is not None:
-                    self._books.end(member.life, reason)
-                kill(member)
-                if reason is not None:
-                    self._give_back_prompts(member)
-        await_end(members)
-
-    def _on_finished(self, member: Member, answer: Any) -> None:
-        try:
-            parcels, last = ray.get(answer, timeout=0)
-        except RayError as error:
-            logger.warning("%s did not end in order: %s", member.name, first_line(error))
-            self._books.end(member.life, "worker_died")
-            return
-        for header, parcel in parcels:
-            self._books.report(member.life, header.number, header.report)
-            self._arrive(Arrival(member.life, header, value=parcel), member)
-        self._books.report(member.life, last.number, last.report)
+                self.roster.become(member, LEAVING)
+        self._departures.leave(members, FINISH_SECONDS, reason=None)
 
     def _handle_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -426,7 +388,7 @@ class Fleet:
                 for member in there:
                     member.state = LEAVING
                 seconds = min(max(0.0, deadline - time.monotonic()), FINISH_SECONDS)
-                self._finish(there, seconds, reason=None)
+                self._departures.leave(there, seconds, reason=None)
                 self._placement.remove()
                 if self._prompts is not None:
                     self._prompts.close()

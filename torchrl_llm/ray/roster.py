@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import ray
 
 from torchrl_llm.ray import calls
+from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.member import COLLECTING, Member
 
 # Names of standing orders.
@@ -44,6 +45,9 @@ class Standing(NamedTuple):
 class Roster:
     """The workers by their number.
 
+    Args:
+        books: the cluster's books, which say what state each is in.
+
     Attributes:
         members: those that are there, or were there last.
         lock: guards them.
@@ -51,7 +55,8 @@ class Roster:
         asleep: whether their engines sleep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, books: ClusterBooks) -> None:
+        self._books = books
         self.lock = threading.RLock()
         self.members: dict[int, Member] = {}
         self.pauses = 0
@@ -68,6 +73,11 @@ class Roster:
         """The workers that are in one of these states, in the order of their numbers."""
         with self.lock:
             return [member for _, member in sorted(self.members.items()) if member.state in states]
+
+    def become(self, member: Member, state: str) -> None:
+        """A worker's state changes."""
+        member.state = state
+        self._books.state(member.worker, state)
 
     def refresh(self) -> None:
         """Begins the time without progress anew: nobody was there to see any."""
