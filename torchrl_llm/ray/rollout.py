@@ -149,9 +149,9 @@ class RayRollout:
                     raise self._fleet.fatal
             elif self._fleet.at_work:
                 self._fleet.await_event()
-                self._end_failed_groups()
+                self._end_failed_groups(last=False)
             else:
-                self._end_failed_groups()
+                self._end_failed_groups(last=True)
                 if not self._fleet.revive():
                     return self._batcher.flush() or None
 
@@ -189,9 +189,9 @@ class RayRollout:
         self._batcher.add(turn)
         self._stale.finished(turn)
 
-    def _end_failed_groups(self) -> None:
+    def _end_failed_groups(self, last: bool) -> None:
         if self._groups is not None:
-            self._groups.end_failed(self._batcher, self._books)
+            self._groups.end_failed(self._batcher, self._books, last)
 
     @staticmethod
     def _abandon_nothing(*_: Any) -> None:
