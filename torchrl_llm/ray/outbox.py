@@ -77,21 +77,20 @@ class Outbox:
                 self._changed.wait(left)
 
     def take(self) -> Letter | None:
-        """Waits for the next batch; ``None`` when there will be no more. The one taken before has been made use of."""
+        """Waits for the next batch; ``None`` when there will be no more. The one taken before has been made use of.
+
+        The end is told once: who takes again waits for what comes when the worker goes on.
+        """
         with self._changed:
             self._taken = 0
             self._changed.notify_all()
             while not self._letters and not self._ended:
                 self._changed.wait()
             if not self._letters:
+                self._ended = False
                 return None
             self._taken = 1
             return self._letters.popleft()
-
-    def reopen(self) -> None:
-        """After the end, batches come again."""
-        with self._changed:
-            self._ended = False
 
     def let_all_in(self) -> None:
         """From now on there is room for everything: the worker ends, and nothing that was finished may be lost."""

@@ -110,7 +110,6 @@ class Worker:
         self._opened_by = opened_by
         self._first_id = (first_life + self._order.life) * LIFE
         if self._begun:
-            self._outbox.reopen()
             self._collector._launches.look_again()
             self._collector._collection.reopen()
         self._begun = True
