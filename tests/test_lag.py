@@ -171,7 +171,8 @@ def test_what_is_too_old_is_dropped_counted_and_replaced() -> None:
         first = target.get(timeout=PATIENCE)
         assert first_versions(first, "trajectories_per_batch") == [0]
         deadline = time.monotonic() + PATIENCE
-        while not target.full():
+        # The queue is full, and the one after it has begun.
+        while not (target.full() and collector.stats()["turns_finished"] >= 7):
             assert time.monotonic() < deadline
         for version in (1, 2, 3):
             collector.update_policy_weights_(weights(version))

@@ -448,17 +448,21 @@ def run(script: Path) -> subprocess.CompletedProcess[str]:
 # torchrl's own
 
 
-def test_the_properties_of_the_collector_have_values_or_say_that_they_come_later_L43_L44(ray_cluster: Any) -> None:
+def test_the_properties_and_calls_of_the_collector_have_values_L43_L44(ray_cluster: Any) -> None:
     with LLMCollector(ScriptedEnv, echo, steps_per_batch=2, total_steps=5, num_cpus=1, backend="ray") as collector:
         assert (collector.total_steps, collector.steps_per_batch, len(collector)) == (5, 2, 3)
         assert collector.policy_version == 0
         assert not collector.is_running()
-        for call in (
-            lambda: collector.set_seed(1), collector.state_dict, lambda: collector.load_state_dict({}),
-            collector.update_policy_weights_,
-        ):  # fmt: skip
-            with pytest.raises(NotImplementedError, match="comes with a later release"):
-                call()
+        assert collector.set_seed(1) != 1 and collector.set_seed(1, static_seed=True) == 1
+        assert next(collector)["text"] == ["q0#0", "q1#0"]
+        state = collector.state_dict()
+        assert (state["seed"], state["policy_version"], state["ledger"]["turns"]) == (1, 0, 2)
+        with pytest.raises(TypeError, match=r"policy 0 is a .* without weights that can be updated"):
+            collector.update_policy_weights_({"weight": torch.zeros(1)})
+        with pytest.raises(CollectorError, match=r"update_policy_weights_\(\)"):
+            collector.increment_version()
+        with pytest.raises(CollectorError, match="the collector has begun: load a state into a new one"):
+            collector.load_state_dict(state)
         with pytest.raises(TypeError, match="cannot be pickled: pickle its constructors instead"):
             pickle.dumps(collector)
 

@@ -24,7 +24,7 @@ from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.lag import Lag
 from torchrl_llm.ledger import Ledger
-from torchrl_llm.plan import BatchPlan
+from torchrl_llm.plan import BatchPlan, check_whole
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.prompt_line import Member, Prompts
 from torchrl_llm.routing import Route
@@ -110,6 +110,10 @@ class Launches:
             slot.new_seed = derive(seed, ENV, slot.env_id)
             if not begun:
                 seed_loaders(slot.primers, slot.new_seed)
+
+    def look_again(self) -> None:
+        """Prompts have come back to sources that had none."""
+        self._dry.clear()
 
     def left(self) -> int | None:
         """Turns that may still be delivered; ``None`` for no end."""
@@ -347,11 +351,7 @@ class Launches:
                 "like the one that was saved"
             )
         for saved in state["sources"] if self._plan.groups else ():
-            if any(len(group["undone"]) < saved["repeats"] for group in saved["held"]):
-                raise ValueError(
-                    "the state has groups of which some members were delivered, and this collector delivers groups "
-                    "whole: go on with steps_per_batch or trajectories_per_batch, as before"
-                )
+            check_whole(saved)
         for source, saved in zip(self.sources, state["sources"], strict=True):
             source.load_state_dict(saved)
         self._next_id, self.seed = state["next_id"], state["seed"]

@@ -84,6 +84,7 @@ class Collection:
         self._closing = False
         self._released = False
         self._gave_up = False
+        self._lingers = False
         self._error: CollectorError | None = None
         self._traceback: TracebackType | None = None
 
@@ -358,6 +359,16 @@ class Collection:
             logger.warning("shutdown: the queue stayed full, %d finished turns were not delivered", len(turns))
             self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
 
+    def linger(self) -> None:
+        """When the data end nothing is let go until :meth:`shutdown`: the policies answer on, and it can go on."""
+        self._lingers = True
+
+    def reopen(self) -> None:
+        """Goes on after the end: there are data again. Only for one that lingers."""
+        with self._changed:
+            assert self._lingers and self._finished and not self._released
+            self._finished = False
+
     def _end(self, error: CollectorError | None) -> None:
         """The end by itself, in the driving thread: finished or failed."""
         if error is None:
@@ -365,6 +376,8 @@ class Collection:
         else:
             self._keep_error(error)
         try:
+            if error is None and self._lingers:
+                return
             self._release("cut_off" if error is None else "aborted", time.monotonic() + RELEASE_SECONDS)
         finally:
             self._end_sink()

@@ -5,7 +5,7 @@ Pure. Made by the constructor's thread before anything is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,19 @@ def _unit(units: dict[str, Any]) -> tuple[str, int]:
         )
     [(name, value)] = given.items()
     return name, check_int(name, value, "an int of at least 1", minimum=1)
+
+
+def check_whole(source: Mapping[str, Any]) -> None:
+    """Refuses the state of a prompt source for a collector of groups, if it has some that cannot be whole any more.
+
+    Raises:
+        ValueError: if members of a group were delivered, and others not.
+    """
+    if any(len(group["undone"]) < source["repeats"] for group in source["held"]):
+        raise ValueError(
+            "the state has groups of which some members were delivered, and this collector delivers groups "
+            "whole: go on with steps_per_batch or trajectories_per_batch, as before"
+        )
 
 
 def check_int(name: str, value: Any, allowed: str, *, minimum: int, or_: int | None = None) -> int:

@@ -29,7 +29,7 @@ from torchrl_llm.ray.arguments import check_ray_arguments, check_sendable, dry_r
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, connect, disconnect
 from torchrl_llm.ray.dealing import share_of
-from torchrl_llm.ray.evaluation import evaluate_share, shares_of, together
+from torchrl_llm.ray.evaluation import evaluate_on, shares_of, together
 from torchrl_llm.ray.fleet import Fleet
 from torchrl_llm.ray.groups import Groups
 from torchrl_llm.ray.hooks import WorkerHooks
@@ -37,6 +37,7 @@ from torchrl_llm.ray.member import Arrival, Event
 from torchrl_llm.ray.plan import make_cluster_plan
 from torchrl_llm.ray.prompts import ClusterPrompts, detach
 from torchrl_llm.ray.rollout import RayRollout, whole_delivery
+from torchrl_llm.ray.roster import SEED
 from torchrl_llm.ray.schedule import FirstCome, RoundRobin, Schedule
 from torchrl_llm.ray.sinks import make_ray_sink
 from torchrl_llm.ray.weights import ClusterWeights
@@ -169,40 +170,34 @@ class RayCollector(LLMCollector):
                 prompts=None if prompts is None else prompts.connection,
             )
 
-        connect(ray_init_config)
-        try:
+        with contextlib.ExitStack() as undo:
+            connect(ray_init_config)
+            undo.callback(disconnect)
             placed = Placement(placement, wanted.demands)
-            try:
-                prompts = None if source is None else ClusterPrompts(source, whole_groups=not plan.spread)
-            except BaseException:
-                placed.remove()
-                raise
-        except BaseException:
-            disconnect()
-            raise
-        weights = ClusterWeights(
-            lambda method, *args, timeout: fleet.call(method, args, {}, timeout), lambda: events.put(None)
-        )
-        lag = make_lag(arguments.get("max_policy_lag"), batcher, lambda: weights.version)
+            undo.callback(placed.remove)
+            prompts = None if source is None else ClusterPrompts(source, whole_groups=not plan.spread)
+            undo.pop_all()
         schedule: Schedule[Arrival] = RoundRobin() if ordered else FirstCome()
         fleet = self._fleet = Fleet(
             make_order=make_order, arguments=wanted, placement=placed, books=books, schedule=schedule,
-            hooks=hooks.after_weights(weights.on_worker_ready), events=events, max_restarts=max_restarts,
-            worker_timeout=worker_timeout, prompts=prompts,
+            hooks=hooks, events=events, max_restarts=max_restarts, worker_timeout=worker_timeout, prompts=prompts,
         )  # fmt: skip
+        self._roster = fleet.roster
+        weights = ClusterWeights(self._roster, lambda: events.put(None))
+        lag = make_lag(arguments.get("max_policy_lag"), batcher, lambda: weights.version)
         try:
-            self._fleet.start()
+            fleet.start()
         except BaseException:
-            self._fleet.close(deadline=0.0)
+            fleet.close(deadline=0.0)
             raise
         self._rollout = RayRollout(
-            fleet=self._fleet, batcher=batcher, budget=Budget(total_steps, batcher.whole_trajectories), books=books,
+            fleet=fleet, batcher=batcher, budget=Budget(total_steps, batcher.whole_trajectories), books=books,
             control=control,
             groups=None if prompts is None else Groups(prompts, prompts.repeats if plan.groups else None, plan.spread),
             lag=lag,
         )  # fmt: skip
-        self._plan, self._prompts, self._cluster_weights = plan, prompts, weights
-        self._weights = weights  # type: ignore[assignment]
+        self._plan, self._prompts, self._seed = plan, prompts, plan.seed
+        self._weights = self._cluster_weights = weights  # type: ignore[assignment]
         self._ledger = books  # type: ignore[assignment]
         self._control = control
         changing = None if lag is None else weights.changing
@@ -221,8 +216,9 @@ class RayCollector(LLMCollector):
 
         Raises:
             TypeError: if there is no target, or it cannot be written to.
-            CollectorError: if the collection runs already, failed, or has ended.
+            CollectorError: if the collection runs already, failed, or has ended, or the engines sleep.
         """
+        self._cluster_weights.asleep.check_ready()
         sink = self._sink
         if target is not None:
             is_buffer = callable(getattr(target, "extend", None))
@@ -237,7 +233,7 @@ class RayCollector(LLMCollector):
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Brings all workers to rest inside the ``with`` block; see :meth:`LLMCollector.pause`."""
-        with self._control.pause(), self._fleet.pause():
+        with self._control.pause(), self._roster.pause():
             yield
 
     # Workers
@@ -258,7 +254,7 @@ class RayCollector(LLMCollector):
             WorkerError: naming the workers that failed, were lost or did not answer in time. Its ``results`` and
                 ``failures`` hold what each worker gave.
         """
-        return self._fleet.call(method, args, kwargs, timeout)
+        return self._roster.call(method, args, kwargs, timeout)
 
     def add_workers(self, n: int = 1) -> list[int]:
         """Starts more workers, which join in when they are built. Returns their numbers at once.
@@ -334,13 +330,14 @@ class RayCollector(LLMCollector):
         self._cluster_weights.update(source, version, update_mode, given, timeout)
 
     def evaluate(self, prompts: Any, n: int = 1, key: str | None = None) -> TensorDictBase:
-        """Runs a list of prompts on the workers' policies, each on one of them; see :meth:`LLMCollector.evaluate`."""
+        """Runs a list of prompts on the workers' policies, each on one of them; see :meth:`LLMCollector.evaluate`.
+
+        The share of a worker that dies meanwhile goes to the others.
+        """
         local_arguments.check_int("n", n, "an int of at least 1", minimum=1)
         self._collection.check_open()
-        lives = self._fleet.lives()
-        shares = shares_of(prompts, n, key, len(lives))
-        by_life = dict(zip(lives, shares, strict=True))
-        return together(self._fleet.call_each(evaluate_share, by_life.get).values())
+        shares = shares_of(prompts, n, key, max(1, len(self._roster.lives())))
+        return together(evaluate_on(self._roster, shares))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds all workers, and the order of prompts that has not begun; see :meth:`LLMCollector.set_seed`.
@@ -349,9 +346,8 @@ class RayCollector(LLMCollector):
         seeds of its own.
         """
         check_seed(seed)
-        if self._prompts is not None:
-            self._prompts.reseed(seed)
-        self._fleet.call_each("set_seed", lambda life: self._plan.seed_for(seed, life))
+        self._seed = seed
+        self._roster.order(SEED, "set_seed", lambda life: (self._plan.seed_for(seed, life),))
         return seed if static_seed else next_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
@@ -365,6 +361,7 @@ class RayCollector(LLMCollector):
                 "policy_version": self.policy_version,
                 "ledger": self._ledger.state_dict(),
                 "fleet": self._fleet.state_dict(),
+                "seed": self._seed,
                 "prompts": None if self._prompts is None else self._prompts.state_dict(),
             }
 
@@ -377,11 +374,14 @@ class RayCollector(LLMCollector):
         """
         if (state_dict["prompts"] is None) != (self._prompts is None):
             raise ValueError("the state and the collector do not both have a PromptSource: build it like the saved one")
+        self._plan.check_state(state_dict["prompts"])
         self._fleet.load_state_dict(state_dict["fleet"])
         if self._prompts is not None:
             self._prompts.load_state_dict(state_dict["prompts"])
         self._ledger.load_state_dict(state_dict["ledger"])
         self._cluster_weights.restore(state_dict["policy_version"])
+        if state_dict["seed"] is not None:
+            self.set_seed(state_dict["seed"])
 
 
 class _RayFinish:

@@ -17,6 +17,16 @@ from torchrl_llm.policies.weight_target import WeightTarget
 LEVELS = (1, 2)
 
 
+def check_level(level: Any) -> None:
+    """Refuses a level that vLLM does not have.
+
+    Raises:
+        ValueError: for any other than 1 and 2.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} is not allowed: pass 1 (weights to CPU memory) or 2 (weights discarded)")
+
+
 class Sleep:
     """Which engines sleep, and what they need before they can go on.
 
@@ -27,6 +37,11 @@ class Sleep:
         self._level = 0
         self._awake_without_weights = False
         self._held: dict[int, tuple[WeightTarget, Hold]] = {}
+
+    @property
+    def level(self) -> int:
+        """How deep they sleep; 0 if they are awake."""
+        return self._level
 
     def check_ready(self) -> None:
         """Refuses a reader whose engines cannot answer.
@@ -58,8 +73,7 @@ class Sleep:
             ValueError: for a level that vLLM does not have, or if no policy is a ``vllm.LLM``.
             CollectorError: if they sleep already.
         """
-        if level not in LEVELS:
-            raise ValueError(f"level={level!r} is not allowed: pass 1 (weights to CPU memory) or 2 (weights discarded)")
+        check_level(level)
         if self._level or self._awake_without_weights:
             raise CollectorError("the collector's engines sleep already, or have no weights yet")
         engines = [target for target in targets if hasattr(target, "sleep")]

@@ -100,3 +100,24 @@ def test_every_member_reaches_the_reader_once_whatever_workers_are_lost(whole_gr
             held[lives] = []
             lives += 1
     assert reached == {(group, index): 1 for group in range(6) for index in range(3)}
+
+
+def test_a_life_that_is_over_gets_nothing_and_has_no_say() -> None:
+    owner = make_owner()
+    owner.take(0, 1)
+    owner.lost(0, arrived=[])
+    assert owner.take(0, 1) == [], "it asked before it ended"
+    assert keys(owner.take(1, 1)) == [(0, 0), (0, 1)]
+    owner.dropped(0, 0, 0)
+    owner.withdraw(0, 0)
+    owner.lost(1, arrived=[])
+    assert keys(owner.take(2, 1)) == [(0, 0), (0, 1)]
+
+
+def test_what_came_back_and_was_taken_by_another_is_not_handed_out_twice() -> None:
+    owner = make_owner(whole_groups=False)
+    owner.take(0, 1)
+    owner.come_back([(0, 0)])
+    assert keys(owner.take(1, 1)) == [(0, 0)]
+    owner.lost(0, arrived=[])
+    assert keys(owner.take(2, 2)) == [(0, 1), (1, 0)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +95,7 @@ def test_workers_that_have_not_switched_are_named(ray_cluster: Any) -> None:
 
                 worker._pool.runners[0].policy.weight = nn.Parameter(torch.zeros(3))
 
-        collector._fleet.call_each(break_one, lambda life: life)
+        collector._roster.call_each(break_one, lambda life: (life,))
         with pytest.raises(WorkerError, match=r"adopt failed on 1 of 2 workers: worker 1: ValueError") as caught:
             collector.update_policy_weights_(weights(4))
         assert caught.value.failures.keys() == {1}
@@ -118,3 +120,52 @@ def test_a_restarted_and_an_added_worker_begin_with_the_newest_weights(ray_clust
             seen |= new
         wait_until(lambda: collector.stats()["worker_restarts"] == 1)
     assert_settled(collector.stats())
+
+
+def test_an_update_goes_on_without_a_worker_that_is_gone_which_begins_with_the_newest_weights(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    def make_env() -> ScriptedEnv:
+        # The second process of a worker waits to be built.
+        mark = tmp_path / f"built {os.getpid()}"
+        if len(list(tmp_path.glob("built *"))) >= 2:
+            (tmp_path / "waits").touch()
+            while not (tmp_path / "go").exists():
+                time.sleep(0.01)
+        mark.touch()
+        return ScriptedEnv()
+
+    with LLMCollector(make_env, telling_policy(), steps_per_batch=1, num_workers=2, backend="ray") as collector:
+        next(collector)
+        os.kill(pid_of(collector, 1), signal.SIGKILL)
+        collector.update_policy_weights_(weights(1))  # nobody has noticed yet
+        while not (tmp_path / "waits").exists():
+            next(collector)
+        collector.update_policy_weights_(weights(2))  # it is being built
+        with pytest.raises(ValueError, match="'weight' has shape"):
+            collector.update_policy_weights_({"weight": torch.zeros(2)})
+        (tmp_path / "go").touch()
+        rows: list[tuple[int, str, int]] = []
+        while not any(worker == 1 and version == 2 for worker, _, version in rows):
+            rows += answers(next(collector))
+        assert {row[1:] for row in rows if row[0] == 1} <= {("w0", 0), ("w2", 2)}, "never with those in between"
+        assert collector.stats()["worker_restarts"] == 1
+
+
+def test_a_saved_version_is_that_of_all_workers_afterwards(ray_cluster: Any) -> None:
+    def build() -> LLMCollector:
+        return LLMCollector(
+            ScriptedEnv, telling_policy(), steps_per_batch=1, num_workers=2, max_policy_lag=1, backend="ray"
+        )
+
+    with build() as first:
+        first.update_policy_weights_(weights(3), version=7)
+        assert answers(next(first))[0][1:] == ("w3", 7)
+        state = first.state_dict()
+    with build() as second:
+        second.load_state_dict(state)
+        assert second.policy_version == 7
+        assert answers(next(second))[0][1:] == ("w0", 7), "which weights these are is the caller's to say"
+        second.update_policy_weights_(weights(4))
+        assert second.policy_version == 8
+        assert second.call_workers(lambda worker: worker.policy_version) == {0: 8, 1: 8}

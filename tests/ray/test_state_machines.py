@@ -186,7 +186,7 @@ def batch(*texts: str) -> Any:
 
 def label(turn: Any) -> TurnHead:
     turn["seen"] = torch.tensor(1)
-    return TurnHead(0, 0, 0, 0, -1, turn["text"] == "end")
+    return TurnHead(0, 0, 0, 0, -1, -1, 0, 0, turn["text"] == "end")
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
@@ -197,7 +197,7 @@ def test_an_outbox_holds_what_waits_and_what_was_taken_and_not_used(prefetch: in
     with pytest.raises(queue.Full):
         outbox.put(batch("too many"), timeout=0)
     heads, packed = outbox.take()
-    assert heads == [TurnHead(0, 0, 0, 0, -1, False)]
+    assert heads == [TurnHead(0, 0, 0, 0, -1, -1, 0, 0, False)]
     [row] = unpack(packed)
     assert (row["text"], int(row["seen"])) == ("0", 1), "labels are written into the turns"
     with pytest.raises(queue.Full):

@@ -192,6 +192,12 @@ class ClusterBooks:
         with self._lock:
             return self._turns
 
+    @property
+    def given_up(self) -> int:
+        """Trajectories that workers themselves have recorded so far, as their reports say."""
+        with self._lock:
+            return sum(entry.report["recorded"] for entry in self._lives.values())
+
     def snapshot(self) -> dict[str, Any]:
         """All counters at one moment, as plain Python values; see :meth:`RayCollector.stats`."""
         with self._lock:

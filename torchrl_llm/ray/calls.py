@@ -6,12 +6,13 @@ Any thread may call; calls to a worker run beside its batches, on threads of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import ray
 from ray.exceptions import RayError
 
 from torchrl_llm.errors import WorkerError
+from torchrl_llm.ray.ending import first_line
 from torchrl_llm.ray.errors import WireError, from_wire
 from torchrl_llm.ray.hooks import Call
 from torchrl_llm.ray.member import Member
@@ -25,42 +26,80 @@ def ask(member: Member, method: Method, args: tuple[Any, ...], kwargs: Mapping[s
     return member.actor.call.remote(method, args, kwargs)
 
 
-def gather(method: Method, answers: Mapping[Any, Any], timeout: float | None) -> dict[int, Any]:
-    """The answers by worker.
+class Answers(NamedTuple):
+    """What came of a call of several workers, by the workers' numbers.
+
+    Attributes:
+        results: what each returned.
+        failures: what went wrong with each of the others.
+    """
+
+    results: dict[int, Any]
+    failures: dict[int, BaseException]
+
+
+def collect(asked: Mapping[Member, Any], timeout: float | None) -> Answers:
+    """Waits for the answers.
 
     Args:
-        method: what was called, for the error.
-        answers: references by member.
-        timeout: seconds to wait for all of them together.
+        asked: references to the answers.
+        timeout: seconds to wait for all of them together; ``None`` for as long as it takes.
+    """
+    refs = list(asked.values())
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout)
+    answers = Answers({}, {})
+    for member, ref in asked.items():
+        try:
+            answer = ray.get(ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            answers.failures[member.worker] = TimeoutError(f"no answer within {timeout:g} s")
+        except RayError as error:
+            answers.failures[member.worker] = error
+        else:
+            if isinstance(answer, WireError):
+                answers.failures[member.worker] = from_wire(answer)
+            else:
+                answers.results[member.worker] = answer
+    return answers
+
+
+def gather(method: Method, asked: Mapping[Member, Any], timeout: float | None) -> dict[int, Any]:
+    """The answers by worker.
 
     Raises:
         WorkerError: naming the workers that failed or did not answer in time, with the first failure as its cause; its
             ``results`` holds what the others gave, its ``failures`` the error of each that failed.
     """
-    refs = list(answers.values())
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=timeout)
-    results: dict[int, Any] = {}
-    failures: dict[int, BaseException] = {}
-    for member, ref in answers.items():
-        try:
-            answer = ray.get(ref, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            failures[member.worker] = TimeoutError(f"no answer within {timeout:g} s")
-        except RayError as error:
-            failures[member.worker] = error
-        else:
-            if isinstance(answer, WireError):
-                failures[member.worker] = from_wire(answer)
-            else:
-                results[member.worker] = answer
-    if failures:
-        named = "; ".join(f"worker {w}: {type(e).__name__}: {_first_line(e)}" for w, e in sorted(failures.items()))
-        name = method if isinstance(method, str) else method.__name__
-        failure = WorkerError(f"{name} failed on {len(failures)} of {len(answers)} workers: {named}")
-        failure.results, failure.failures = results, failures  # type: ignore[attr-defined]
-        raise failure from failures[min(failures)]
-    return results
+    answers = collect(asked, timeout)
+    if answers.failures:
+        raise failure(method, answers)
+    return answers.results
+
+
+def failure(method: Method, answers: Answers) -> WorkerError:
+    """The error that names the workers that failed, see :func:`gather`."""
+    results, failures = answers
+    named = "; ".join(f"worker {w}: {type(e).__name__}: {first_line(e)}" for w, e in sorted(failures.items()))
+    name = method if isinstance(method, str) else method.__name__
+    error = WorkerError(f"{name} failed on {len(failures)} of {len(results) + len(failures)} workers: {named}")
+    error.results, error.failures = results, failures  # type: ignore[attr-defined]
+    error.__cause__ = failures[min(failures)]
+    return error
+
+
+def refusal(error: WorkerError) -> Exception | None:
+    """Why nobody did it, if all workers refused what they were given; it is of the type that they raised."""
+    results, failures = error.results, error.failures  # type: ignore[attr-defined]
+    if results or not all(isinstance(cause, (TypeError, ValueError)) for cause in failures.values()):
+        return None
+    first = failures[min(failures)]
+    return type(first)(str(first))
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error says that the worker's process is gone, and not that it failed to do something."""
+    return isinstance(error, RayError) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def caller(member: Member) -> Call:
@@ -71,7 +110,3 @@ def caller(member: Member) -> Call:
         return gather(method, {member: answer}, timeout)[member.worker]
 
     return call
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -1,6 +1,6 @@
 """Evaluation on a cluster: each prompt goes to one worker, and the answers come back in the order of the prompts.
 
-Pure functions; :func:`evaluate_share` runs in the workers.
+Functions without state; :func:`evaluate_share` runs in the workers, the others in the thread that evaluates.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from torchrl_llm.errors import CollectorError
 from torchrl_llm.prompts import PromptSource
+from torchrl_llm.ray.calls import Answers, failure, is_loss
+from torchrl_llm.ray.roster import Roster
 
 
 class Share(NamedTuple):
@@ -50,23 +53,54 @@ def shares_of(prompts: Any, n: int, key: str | None, workers: int) -> list[Share
     shares, first = [], 0
     for worker in range(workers):
         size = each + (worker < more)
-        shares.append(Share(first, data[first : first + size], n, members[0].name))
+        if size:
+            shares.append(Share(first, data[first : first + size], n, members[0].name))
         first += size
     return shares
 
 
-def evaluate_share(collector: Any, share: Share | None) -> tuple[int, TensorDictBase] | None:
-    """In a worker: runs its prompts; returns the number of the first, and the turns."""
-    if share is None or not share.prompts:
-        return None
-    return share.first, collector.evaluate(share.prompts, n=share.n, key=share.key)
+def evaluate_on(roster: Roster, shares: list[Share]) -> list[Part]:
+    """Gives each share to a worker; what one did not get done that died meanwhile goes to the others.
+
+    Raises:
+        CollectorError: if no worker is there.
+        WorkerError: naming the workers that failed.
+    """
+    parts: list[Part] = []
+    dead: set[int] = set()
+    while shares:
+        lives = [life for life in roster.lives() if life not in dead]
+        if not lives:
+            raise CollectorError("there is no worker that could evaluate: all are being started, or have failed")
+        given = dict(zip(lives, shares, strict=False))
+        answers = roster.call_some(evaluate_share, {life: (share,) for life, share in given.items()})
+        failures = {life: error for life, error in answers.failures.items() if not is_loss(error)}
+        if failures:
+            raise failure(evaluate_share, Answers(answers.results, failures))
+        done = {part.first for part in answers.results.values()}
+        parts += answers.results.values()
+        dead |= {life for life, share in given.items() if share.first not in done}
+        shares = [share for share in shares if share.first not in done]
+    return parts
 
 
-def together(results: Iterable[tuple[int, TensorDictBase] | None]) -> TensorDictBase:
+class Part(NamedTuple):
+    """What came of a share: the number of its first prompt, and the turns."""
+
+    first: int
+    turns: TensorDictBase
+
+
+def evaluate_share(collector: Any, share: Share) -> Part:
+    """In a worker: runs its prompts."""
+    return Part(share.first, collector.evaluate(share.prompts, n=share.n, key=share.key))
+
+
+def together(parts: Iterable[Part]) -> TensorDictBase:
     """The turns of all workers as one batch, in the order of the prompts."""
     rows: list[TensorDictBase] = []
     trajectories = 0
-    for first, batch in sorted((result for result in results if result is not None), key=lambda result: result[0]):
+    for first, batch in sorted(parts, key=lambda part: part.first):
         own = batch.unbind(0)
         for row in own:
             ids: Any = row.get("collector")

@@ -1,8 +1,9 @@
-"""The workers: they are started, asked, watched, restarted, added, removed and ended here.
+"""The workers' lives: they are started, asked, watched, restarted, added, removed and ended here.
 
-Everything that a :class:`Fleet` holds is guarded by its lock; transitions take it, waiting does not. They are driven by
-whoever reads the collector (:mod:`torchrl_llm.ray.rollout`), which hands in the events that Ray's threads post; a
-thread that adds, removes or calls workers takes the lock for its part.
+Everything that a :class:`Fleet` holds is guarded by the lock of its :class:`~torchrl_llm.ray.roster.Roster`;
+transitions take it, waiting does not. They are driven by whoever reads the collector
+(:mod:`torchrl_llm.ray.rollout`), which hands in the events that Ray's threads post; a thread that adds or removes
+workers takes the lock for its part.
 
 Invariants: a worker has one process at a time; events of a process that is over are ignored; each process that is over
 has its trajectories recorded in the books; after :meth:`Fleet.close` no actor and no placement group of ours is left.
@@ -14,21 +15,21 @@ import contextlib
 import itertools
 import logging
 import queue
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from torchrl_llm.errors import CollectorError, WorkerError
 from torchrl_llm.ray import calls
 from torchrl_llm.ray.arguments import RayArguments
+from torchrl_llm.ray.arrivals import Arrivals
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, disconnect
-from torchrl_llm.ray.ending import FINISH_SECONDS, ask_to_finish, await_end, first_line, kill, loss_message
+from torchrl_llm.ray.departures import Departures
+from torchrl_llm.ray.ending import FINISH_SECONDS, first_line, kill, loss_message
 from torchrl_llm.ray.errors import WireError, from_wire
 from torchrl_llm.ray.hooks import WorkerHooks
 from torchrl_llm.ray.member import (
@@ -45,6 +46,7 @@ from torchrl_llm.ray.member import (
 )
 from torchrl_llm.ray.messages import Header
 from torchrl_llm.ray.prompts import ClusterPrompts
+from torchrl_llm.ray.roster import Roster
 from torchrl_llm.ray.schedule import Schedule
 from torchrl_llm.ray.watch import Watch
 from torchrl_llm.ray.worker import Order
@@ -84,7 +86,9 @@ class Fleet:
         worker_timeout: float | None,
         prompts: ClusterPrompts | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.roster = Roster(books)
+        self.lock = self.roster.lock
+        self._members = self.roster.members
         self.fatal: CollectorError | None = None
         self._make_order = make_order
         self._arguments = arguments
@@ -95,15 +99,15 @@ class Fleet:
         self._events = events
         self._max_restarts = max_restarts
         self._prompts = prompts
+        self._arrivals = Arrivals(books, schedule, prompts)
+        self._departures = Departures(self.roster, books, self._arrivals, self._handle_waiting, self._give_back)
         self._watch = Watch(worker_timeout)
-        self._members: dict[int, Member] = {}
         self._restarts: Counter[int] = Counter()
         self._lives = self._first_life = 0
         self._numbers = itertools.count()
         self._building = True
         self._begun = False
         self._opened_by = 0
-        self._pauses = 0
         self._closed = False
 
     # Starting
@@ -167,15 +171,11 @@ class Fleet:
 
     def _begin(self, member: Member) -> None:
         member.begun = True
-        self._become(member, COLLECTING)
+        self.roster.become(member, COLLECTING)
         member.actor.begin.remote(self._opened_by, self._first_life)
-        if self._pauses:
+        if self.roster.pauses:
             member.actor.pause.remote()
         member.ask_take()
-
-    def _become(self, member: Member, state: str) -> None:
-        member.state = state
-        self._books.state(member.worker, state)
 
     # Events
 
@@ -190,12 +190,12 @@ class Fleet:
     def handle(self, event: Event) -> None:
         """Makes the transition that an answer of a worker asks for."""
         with self.lock:
-            member = next((m for m in self._members.values() if m.life == event.life), None)
+            member = self.roster.by_life(event.life)
             if member is None or member.state in (LOST, REMOVED):
                 return
             if event.error is not None:
                 self._on_error(member, event)
-            elif event.call == "ready":
+            elif event.call in ("ready", "order"):
                 self._on_ready(member, event.value)
             elif event.call == "report":
                 member.reporting = False
@@ -206,18 +206,25 @@ class Fleet:
     def _on_error(self, member: Member, event: Event) -> None:
         if member.state == LEAVING:
             return  # whoever lets it leave counts what did not come
-        if isinstance(event.error, RayError) and not isinstance(event.error, ray.exceptions.RayTaskError):
+        assert event.error is not None
+        if calls.is_loss(event.error):
             self._lose(member, event.error)
         else:
             self._fail(CollectorError(f"{member.name} failed in {event.call}: {event.error}"), event.error)
 
-    def _on_ready(self, member: Member, failure: WireError | None) -> None:
-        if failure is not None:
-            error = from_wire(failure)
+    def _on_ready(self, member: Member, answer: Any) -> None:
+        """A collector is built, or has carried out a standing order: it gets the next one, or takes part."""
+        if isinstance(answer, WireError):
+            error = from_wire(answer)
             if self._building:
                 self._fail_by(error, member)
             else:
                 self._lose(member, error)
+            return
+        if member.state != STARTING:
+            return
+        if (order := self.roster.next_order_for(member)) is not None:
+            member.ask_order(order.number, order.method, order.arguments_for(member.life))
             return
         if self._hooks.on_worker_ready is not None:
             self._hooks.on_worker_ready(member.worker, calls.caller(member))
@@ -234,21 +241,14 @@ class Fleet:
         member.taking = None
         self._on_report(member, header)
         if not header.end:
-            self._arrive(Arrival(member.life, header, ref=payload), member)
+            self._arrivals.arrive(member, Arrival(member.life, header, ref=payload))
         elif member.state == COLLECTING:
             self._schedule.leave(member.worker)
             if header.error is None:
-                self._become(member, FINISHED)
+                self.roster.become(member, FINISHED)
             else:
-                self._become(member, FAILED)
+                self.roster.become(member, FAILED)
                 self._fail_by(from_wire(header.error), member)
-
-    def _arrive(self, arrival: Arrival, member: Member) -> None:
-        heads = arrival.header.heads
-        self._books.arrive(member.life, len(heads), sum(head.done for head in heads))
-        if self._prompts is not None:
-            self._prompts.arrived(member.life, [head.member for head in heads if head.done])
-        self._schedule.arrive(member.worker, arrival)
 
     def _fail_by(self, error: BaseException, member: Member) -> None:
         if isinstance(error, CollectorError):
@@ -267,11 +267,11 @@ class Fleet:
 
     def _lose(self, member: Member, error: BaseException | None, why: str = "was lost") -> None:
         """A process is gone, or taken for gone: counts what went with it, and starts another."""
-        self._become(member, LOST)
+        self.roster.become(member, LOST)
         kill(member)
         trajectories, turns = self._books.end(member.life, "worker_died")
         logger.warning(loss_message(member, why, error, trajectories, turns))
-        self._give_back_prompts(member)
+        self._give_back(member)
         if self._hooks.on_worker_lost is not None:
             self._hooks.on_worker_lost(member.worker)
         if self.fatal is not None or self._closed:
@@ -284,38 +284,29 @@ class Fleet:
         self._restarts[member.worker] += 1
         self._launch(member.worker)
 
-    def _give_back_prompts(self, member: Member) -> None:
-        """What a process that is over held is handed out again."""
-        if self._prompts is not None and not self._closed and self.fatal is None:
-            self._prompts.lost(member.life)
+    def _give_back(self, member: Member) -> None:
+        """What a process that is over held is handed out again, if there is anybody left to hand it to."""
+        if not self._closed and self.fatal is None:
+            self._arrivals.give_back(member)
 
     def revive(self) -> bool:
-        """Starts a worker again that found no prompts, when others have given some back; ``False`` if there is none."""
+        """Lets the workers go on that found no prompts, when some have come back; ``False`` if there is nobody."""
         with self.lock:
-            if self._prompts is None or self._closed or not self._prompts.has_more():
+            if self._closed or not self._arrivals.more_prompts():
                 return False
-            finished = next((member for member in self._members.values() if member.state == FINISHED), None)
-            if finished is None:
-                return False
-            self._become(finished, REMOVED)
-            self._books.end(finished.life, "cut_off")
-            kill(finished)
-            self._launch(finished.worker)
-            return True
+            finished = self.roster.in_state(FINISHED)
+            for member in finished:
+                self._schedule.join(member.worker)
+                self._begin(member)
+            return bool(finished)
 
     def watch(self) -> None:
         """Asks for reports now and then, and takes for lost what has shown no sign of progress for too long."""
         with self.lock:
             self._watch.ask_for_reports(self._members.values())
-            for member, why in self._watch.overdue(self._members.values(), paused=self._pauses > 0):
+            resting = self.roster.pauses > 0 or self.roster.asleep
+            for member, why in self._watch.overdue(self._members.values(), resting):
                 self._lose(member, None, why)
-
-    def refresh(self) -> None:
-        """Begins the time without progress anew: nobody was there to see any."""
-        now = time.monotonic()
-        with self.lock:
-            for member in self._members.values():
-                member.progress = max(member.progress, now)
 
     # Reading
 
@@ -324,7 +315,7 @@ class Fleet:
         with self.lock:
             arrival = self._schedule.pop()
             if arrival is not None:
-                member = next((m for m in self._members.values() if m.life == arrival.life), None)
+                member = self.roster.by_life(arrival.life)
                 if member is not None and member.state == COLLECTING and member.taking is None:
                     member.ask_take()
             return arrival
@@ -333,7 +324,7 @@ class Fleet:
     def at_work(self) -> bool:
         """Whether anything may still come."""
         with self.lock:
-            return any(member.state in (STARTING, COLLECTING, LEAVING) for member in self._members.values())
+            return bool(self.roster.in_state(STARTING, COLLECTING, LEAVING))
 
     # Elasticity
 
@@ -354,13 +345,13 @@ class Fleet:
             ValueError: if none would be left.
         """
         with self.lock:
-            present = [m for _, m in sorted(self._members.items()) if m.state in (STARTING, COLLECTING, FINISHED)]
+            present = self.roster.in_state(STARTING, COLLECTING, FINISHED)
             if count >= len(present):
                 raise ValueError(f"n={count} is not allowed: there are {len(present)} workers, and one has to stay")
             leaving = present[-count:]
             for member in leaving:
-                self._become(member, LEAVING)
-        self._finish(leaving, FINISH_SECONDS, "worker_removed")
+                self.roster.become(member, LEAVING)
+        self._departures.leave(leaving, FINISH_SECONDS, "worker_removed")
         self._events.put(None)
         return [member.worker for member in leaving]
 
@@ -371,40 +362,10 @@ class Fleet:
         if not ray.is_initialized():
             return
         with self.lock:
-            members = [m for m in self._members.values() if m.state in (STARTING, COLLECTING, FINISHED, FAILED)]
+            members = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
             for member in members:
-                self._become(member, LEAVING)
-        self._finish(members, FINISH_SECONDS, reason=None)
-
-    def _finish(self, members: Sequence[Member], seconds: float, reason: str | None) -> None:
-        """Lets workers hand over what they have finished, and ends their processes."""
-        answers = ask_to_finish(members, seconds)
-        # What was taken before is in front of what is left.
-        self._handle_waiting()
-        with self.lock:
-            for member in members:
-                if member.life in answers:
-                    self._on_finished(member, answers[member.life])
-                self._schedule.leave(member.worker)
-                self._become(member, REMOVED)
-                if reason is not None:
-                    self._books.end(member.life, reason)
-                kill(member)
-                if reason is not None:
-                    self._give_back_prompts(member)
-        await_end(members)
-
-    def _on_finished(self, member: Member, answer: Any) -> None:
-        try:
-            parcels, last = ray.get(answer, timeout=0)
-        except RayError as error:
-            logger.warning("%s did not end in order: %s", member.name, first_line(error))
-            self._books.end(member.life, "worker_died")
-            return
-        for header, parcel in parcels:
-            self._books.report(member.life, header.number, header.report)
-            self._arrive(Arrival(member.life, header, value=parcel), member)
-        self._books.report(member.life, last.number, last.report)
+                self.roster.become(member, LEAVING)
+        self._departures.leave(members, FINISH_SECONDS, reason=None)
 
     def _handle_waiting(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -427,59 +388,9 @@ class Fleet:
                 for member in there:
                     member.state = LEAVING
                 seconds = min(max(0.0, deadline - time.monotonic()), FINISH_SECONDS)
-                self._finish(there, seconds, reason=None)
+                self._departures.leave(there, seconds, reason=None)
                 self._placement.remove()
                 if self._prompts is not None:
                     self._prompts.close()
         finally:
             disconnect()
-
-    # Calls to every worker
-
-    def call(
-        self, method: calls.Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
-    ) -> dict[int, Any]:
-        """Calls a method of every worker's collector; see :meth:`RayCollector.call_workers`."""
-        return self._call(method, lambda member: args, kwargs, timeout)
-
-    def lives(self) -> list[int]:
-        """The processes whose collectors can be called."""
-        with self.lock:
-            return [member.life for _, member in sorted(self._members.items()) if member.answers]
-
-    def call_each(self, method: calls.Method, argument_for: Callable[[int], Any]) -> dict[int, Any]:
-        """Calls a method of every worker's collector, with an argument that depends on the number of its process."""
-        return self._call(method, lambda member: (argument_for(member.life),), {}, None)
-
-    def _call(
-        self,
-        method: calls.Method,
-        args_for: Callable[[Member], tuple[Any, ...]],
-        kwargs: dict[str, Any],
-        timeout: float | None,
-    ) -> dict[int, Any]:
-        with self.lock:
-            members = [member for _, member in sorted(self._members.items()) if member.answers]
-            answers = {member: calls.ask(member, method, args_for(member), kwargs) for member in members}
-        return calls.gather(method, answers, timeout)
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Brings all workers to rest."""
-        with self.lock:
-            self._pauses += 1
-            resting = self._tell_collecting("pause") if self._pauses == 1 else []
-        if resting:
-            ray.wait(resting, num_returns=len(resting))
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._pauses -= 1
-                self.refresh()
-                if self._pauses == 0 and ray.is_initialized():
-                    self._tell_collecting("resume")
-
-    def _tell_collecting(self, method: str) -> list[Any]:
-        members = [member for member in self._members.values() if member.state == COLLECTING]
-        return [getattr(member.actor, method).remote() for member in members]

@@ -32,6 +32,7 @@ class Groups:
         self._prompts = prompts
         self._spread = spread
         self._failed: set[int] = set()
+        self._seen = 0
 
     def delivered(self, turns: Sequence[Any]) -> None:
         """Turns have reached the reader."""
@@ -54,10 +55,17 @@ class Groups:
             books.group("filtered")
             self._prompts.reached(_members(turns))
 
-    def end_failed(self, batcher: Batcher, books: ClusterBooks) -> None:
-        """Gives up the groups of which a worker has given up a member."""
-        if not self._spread:
+    def end_failed(self, batcher: Batcher, books: ClusterBooks, last: bool) -> None:
+        """Gives up the groups of which a worker has given up a member.
+
+        Args:
+            batcher: what they are taken from.
+            books: the cluster's books.
+            last: whether to ask for them although no report says that anything was given up.
+        """
+        if not self._spread or (not last and books.given_up == self._seen):
             return
+        self._seen = books.given_up
         for group_id in self._prompts.failed_groups():
             self._failed.add(group_id)
             books.group("failed")

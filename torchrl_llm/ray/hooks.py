@@ -1,11 +1,10 @@
-"""What a cluster of workers is extended by: the places for weights and for prompts.
+"""What a cluster of workers is extended by: the user's own places beside weights and prompts.
 
 Pure data; who calls what on which thread is said at each.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +30,3 @@ class WorkerHooks:
     handle: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None
     on_worker_ready: Callable[[int, Call], None] | None = None
     on_worker_lost: Callable[[int], None] | None = None
-
-    def after_weights(self, give_weights: Callable[[int, Call], None]) -> WorkerHooks:
-        """These hooks, with a worker given its weights before anything else."""
-        own = self.on_worker_ready
-
-        def on_worker_ready(worker: int, call: Call) -> None:
-            give_weights(worker, call)
-            if own is not None:
-                own(worker, call)
-
-        return dataclasses.replace(self, on_worker_ready=on_worker_ready)

@@ -25,7 +25,7 @@ class Event:
 
     Attributes:
         life: the process.
-        call: ``"ready"``, ``"take"`` or ``"report"``.
+        call: ``"ready"``, ``"order"``, ``"take"`` or ``"report"``.
     """
 
     life: int
@@ -61,6 +61,7 @@ class Member:
         life: number of the process.
         actor: its handle.
         post: takes events.
+        orders: numbers of the standing orders that it was called with before it took part.
     """
 
     worker: int
@@ -72,6 +73,7 @@ class Member:
     begun: bool = False
     reporting: bool = False
     taking: Future[Any] | None = None
+    orders: set[int] = field(default_factory=set)
     progress: float = field(default_factory=time.monotonic)
 
     @property
@@ -87,6 +89,12 @@ class Member:
     def ask_ready(self) -> None:
         """Asks for a sign when the collector is built."""
         self._listen("ready", self.actor.ready.remote())
+
+    def ask_order(self, number: int, method: Any, args: tuple[Any, ...]) -> None:
+        """Calls its collector with a standing order."""
+        self.progress = time.monotonic()
+        self.orders.add(number)
+        self._listen("order", self.actor.call.remote(method, args, {}))
 
     def ask_take(self) -> None:
         """Asks for the next batch."""

@@ -31,7 +31,7 @@ class Outbox:
 
     Examples:
         >>> from tensordict import TensorDict, lazy_stack
-        >>> outbox = Outbox(1, lambda turn: TurnHead(7, 0, 0, 0, -1, True))
+        >>> outbox = Outbox(1, lambda turn: TurnHead(7, 0, 0, 0, -1, -1, 0, 0, True))
         >>> outbox.put(lazy_stack([TensorDict(text="a")]), timeout=0)
         >>> outbox.put(None, timeout=0)
         >>> [heads] = [outbox.take()[0]]
@@ -77,13 +77,17 @@ class Outbox:
                 self._changed.wait(left)
 
     def take(self) -> Letter | None:
-        """Waits for the next batch; ``None`` when there will be no more. The one taken before has been made use of."""
+        """Waits for the next batch; ``None`` when there will be no more. The one taken before has been made use of.
+
+        The end is told once: who takes again waits for what comes when the worker goes on.
+        """
         with self._changed:
             self._taken = 0
             self._changed.notify_all()
             while not self._letters and not self._ended:
                 self._changed.wait()
             if not self._letters:
+                self._ended = False
                 return None
             self._taken = 1
             return self._letters.popleft()

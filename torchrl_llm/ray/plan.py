@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_llm.batches import Batcher
-from torchrl_llm.plan import UNITS, BatchPlan, make_plan
+from torchrl_llm.plan import UNITS, BatchPlan, check_whole, make_plan
 from torchrl_llm.seeds import derive
 
 _ABOUT_BATCHES = (*UNITS, "order", "window", "group_filter", "oversample", "keep_surplus")
@@ -40,6 +40,11 @@ class ClusterPlan:
         """What cuts the reader's batches, of turns in the order in which they arrive."""
         return self.plan.batcher()
 
+    @property
+    def seed(self) -> int | None:
+        """The constructor's seed."""
+        return self.arguments.get("seed")
+
     def arguments_for(self, life: int) -> dict[str, Any]:
         """The keyword arguments of one process of a worker."""
         arguments = dict(self.arguments)
@@ -50,6 +55,11 @@ class ClusterPlan:
     def seed_for(self, seed: int, life: int) -> int:
         """A process's seed: that of all where prompts are shared, so that a prompt has the same answers anywhere."""
         return seed if self.shared else derive(seed, life)
+
+    def check_state(self, prompts: Mapping[str, Any] | None) -> None:
+        """Refuses the state of a source whose groups cannot be delivered whole any more; see :func:`check_whole`."""
+        if self.groups and prompts is not None:
+            check_whole(prompts)
 
 
 def make_cluster_plan(arguments: Mapping[str, Any], shared: bool, group_affinity: Any) -> ClusterPlan:

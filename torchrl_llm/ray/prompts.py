@@ -2,8 +2,8 @@
 
 Threads: the actor answers one call at a time. A :class:`SharedPrompts` belongs to the thread that drives its worker's
 rollout, like a slot. :class:`ClusterPrompts` is the driver's side, used by the thread that drives the collection, and
-at a worker's loss by the one that holds the fleet's lock; calls of one handle are carried out in their order, so that a
-state holds what was said before.
+at a worker's loss by the one that holds the fleet's lock. Its lock makes each message one with what it says of what has
+arrived; calls of one handle are carried out in their order, so that a state holds what was said before.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class SharedPrompts:
     def dropped(self, group_id: int, index: int) -> None:
         """See :meth:`~torchrl_llm.prompt_line.Prompts.dropped`."""
         self._forget([(group_id, index)])
-        self._actor.dropped.remote(self._life, group_id, index)
+        # Waited for, so that the owner knows it before the driver hears that this worker is done.
+        ray.get(self._actor.dropped.remote(self._life, group_id, index))
 
     def returned(self, group_id: int, index: int) -> None:
         """See :meth:`~torchrl_llm.prompt_line.Prompts.returned`."""
@@ -84,7 +85,7 @@ class SharedPrompts:
     def withdraw(self, group_id: int) -> None:
         """See :meth:`~torchrl_llm.prompt_line.Prompts.withdraw`."""
         self._forget([key for key in self._members if key[0] == group_id])
-        self._actor.withdraw.remote(group_id)
+        ray.get(self._actor.withdraw.remote(self._life, group_id))
 
     def _forget(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -178,26 +179,26 @@ class ClusterPrompts:
 
     def reached(self, keys: Sequence[Key]) -> None:
         """Members have reached the reader, or were dropped for good."""
-        self._leave(keys)
-        if keys:
-            self._actor.reached.remote(list(keys))
+        with self._lock:
+            self._leave(keys)
+            if keys:
+                self._actor.reached.remote(list(keys))
 
     def come_back(self, keys: Sequence[Key]) -> None:
         """Members that had arrived are lost; they are handed out again."""
-        self._leave(keys)
-        if keys:
-            self._actor.come_back.remote(list(keys))
+        with self._lock:
+            self._leave(keys)
+            if keys:
+                self._actor.come_back.remote(list(keys))
 
     def _leave(self, keys: Sequence[Key]) -> None:
-        with self._lock:
-            for arrived in self._arrived.values():
-                arrived.difference_update(keys)
+        for arrived in self._arrived.values():
+            arrived.difference_update(keys)
 
     def lost(self, life: int) -> None:
         """A process is over; what it held and has not arrived is handed out again."""
         with self._lock:
-            arrived = list(self._arrived.pop(life, ()))
-        self._actor.lost.remote(life, arrived)
+            self._actor.lost.remote(life, list(self._arrived.pop(life, ())))
 
     def has_more(self) -> bool:
         """Whether there is a member to hand out now."""

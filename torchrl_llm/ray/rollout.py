@@ -126,7 +126,7 @@ class RayRollout:
             CollectorError: what stopped the collection.
             Stopped: if another thread told the collection to stop.
         """
-        self._fleet.refresh()
+        self._fleet.roster.refresh()
         self._fleet.begin()
         while True:
             self._control.checkpoint()
@@ -149,9 +149,9 @@ class RayRollout:
                     raise self._fleet.fatal
             elif self._fleet.at_work:
                 self._fleet.await_event()
-                self._end_failed_groups()
+                self._end_failed_groups(last=False)
             else:
-                self._end_failed_groups()
+                self._end_failed_groups(last=True)
                 if not self._fleet.revive():
                     return self._batcher.flush() or None
 
@@ -185,11 +185,13 @@ class RayRollout:
                 return
         if isinstance(self._batcher, UnitBatcher) and not self._batcher.is_open(trajectory.unit):
             self._batcher.open(trajectory.unit, size)
-        self._batcher.add(ArrivedTurn(trajectory, head, delivery, place))  # type: ignore[arg-type]
+        turn: Any = ArrivedTurn(trajectory, head, delivery, place)
+        self._batcher.add(turn)
+        self._stale.finished(turn)
 
-    def _end_failed_groups(self) -> None:
+    def _end_failed_groups(self, last: bool) -> None:
         if self._groups is not None:
-            self._groups.end_failed(self._batcher, self._books)
+            self._groups.end_failed(self._batcher, self._books, last)
 
     @staticmethod
     def _abandon_nothing(*_: Any) -> None:

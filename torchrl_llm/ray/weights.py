@@ -4,8 +4,7 @@ Invariants: the version of the cluster grows with each update; a worker that is 
 weights before it collects; an update returns when all workers make their next tokens with them, or names those that do
 not.
 
-Threads: any may update, one at a time. :meth:`ClusterWeights.on_worker_ready` is called by the thread that sees that a
-worker is built, under the fleet's lock.
+Threads: any may update, one at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ import ray
 import torch
 
 from torchrl_llm.errors import CollectorError, WorkerError
+from torchrl_llm.ray.calls import refusal
+from torchrl_llm.ray.roster import WEIGHTS, Roster
+from torchrl_llm.ray.sleep import ClusterSleep
 from torchrl_llm.weight_forms import Weights, read_weights
 from torchrl_llm.weights import check_mode
-
-Call = Callable[..., Any]
 
 
 class PackedWeights(Mapping[str, torch.Tensor]):
@@ -72,23 +72,23 @@ class ClusterWeights:
     """The weights of all workers.
 
     Args:
-        call: calls a function of every worker's collector, see :meth:`RayCollector.call_workers`.
+        roster: the workers.
         on_update: called after each update.
 
     Attributes:
         changing: held while the version changes.
+        asleep: says whether the engines can answer.
     """
 
-    def __init__(self, call: Callable[..., dict[int, Any]], on_update: Callable[[], None]) -> None:
+    def __init__(self, roster: Roster, on_update: Callable[[], None]) -> None:
         self.changing = threading.Lock()
-        self._call = call
+        self.asleep = ClusterSleep(roster)
+        self._roster = roster
         self._on_update = on_update
-        self._updating = threading.Lock()
+        self._updating = threading.RLock()
         self._version = 0
-        self._newest: tuple[int, Any, Mapping[str, Any] | None] | None = None
         self._updates = 0
         self._seconds = 0.0
-        self._level = 0
 
     @property
     def version(self) -> int:
@@ -105,6 +105,8 @@ class ClusterWeights:
     ) -> int:
         """Gives all workers new weights; returns their version when all have switched.
 
+        A worker whose process ends meanwhile is no failure: the one that follows begins with the new weights.
+
         Args:
             source: the weights; ``None`` where the workers have a transport of the user's that fetches them.
             version: number of the new weights; by default one more than the last.
@@ -116,49 +118,38 @@ class ClusterWeights:
             ValueError: if the weights do not fit (all workers keep their old ones), or ``version`` is not greater than
                 the last.
             TypeError: if the weights have none of the allowed forms.
+            CollectorError: if the engines sleep.
             WorkerError: naming the workers that have not switched, or not in ``timeout`` seconds.
         """
         if mode is not None:
             check_mode(mode)
         weights = None if source is None else read_weights(source)
         begun = time.monotonic()
-        with self._updating:
-            before = self._newest
-            new = self._new_version(version)
-            what = None if weights is None else _parcel(weights)
-            self._newest = (new, what, others)
-            try:
-                self._call(adopt, what, new, mode, others, timeout=timeout)
-            except WorkerError as error:
-                refused = self._refused(error)
-                if refused is not None:
-                    self._newest = before
-                    raise refused from error
+        try:
+            with self._updating:
+                self.asleep.check_can_update()
+                new = self._new_version(version)
+                what = None if weights is None else _parcel(weights)
+                try:
+                    self._roster.order(WEIGHTS, adopt, lambda life: (what, new, mode, others), timeout)
+                except WorkerError as error:
+                    if (reason := refusal(error)) is not None:
+                        raise reason from error
+                    self._become(new)
+                    raise
                 self._become(new)
-                raise
-            finally:
-                if weights is not None:
-                    weights.dispose()
-            self._become(new)
-            self._updates += 1
-            self._seconds += time.monotonic() - begun
+                self.asleep.pushed()
+                self._updates += 1
+                self._seconds += time.monotonic() - begun
+        finally:
+            if weights is not None:
+                weights.dispose()
         return new
 
     def _become(self, version: int) -> None:
         with self.changing:
             self._version = version
         self._on_update()
-
-    def _refused(self, error: WorkerError) -> Exception | None:
-        """Why all workers refused the weights, if they did: then nothing has changed."""
-        failures = getattr(error, "failures", {})
-        if getattr(error, "results", None) or not failures:
-            return None
-        causes = list(failures.values())
-        if all(isinstance(cause, (TypeError, ValueError)) for cause in causes):
-            first: Exception = causes[0]
-            return type(first)(str(first))
-        return None
 
     def _new_version(self, version: int | None) -> int:
         if version is None:
@@ -171,42 +162,29 @@ class ClusterWeights:
             )
         return version
 
-    def on_worker_ready(self, worker: int, call: Call) -> None:
-        """Gives a worker that was just built the newest weights."""
-        newest = self._newest
-        if newest is not None:
-            version, what, others = newest
-            call(adopt, what, version, None, others)
-
     def restore(self, version: int) -> None:
-        """Goes on counting from the version of a saved state."""
-        self._version = max(self._version, version)
+        """Goes on counting from the version of a saved state, in all workers."""
+        with self._updating:
+            self._roster.order(WEIGHTS, count_from, lambda life: (version,))
+            self._become(version)
 
-    # Sleep
-
-    @property
-    def asleep(self) -> ClusterWeights:
-        """Who says whether the engines can answer: see :meth:`check_ready`."""
-        return self
-
-    def sleep(self, level: int) -> None:
-        """Puts the engines of all workers to sleep."""
-        self._call("sleep", level, timeout=None)
-        self._level = level
-
-    def wake_up(self) -> None:
-        """Wakes the engines of all workers."""
-        self._call("wake_up", timeout=None)
-        self._level = 0
-
-    def check_ready(self) -> None:
-        """Refuses a reader whose engines cannot answer.
+    def increment(self) -> None:
+        """See :meth:`PolicyWeights.increment`.
 
         Raises:
-            CollectorError: if they sleep.
+            CollectorError: always; nothing holds the workers' engines still.
         """
-        if self._level:
-            raise CollectorError("the collector's engines sleep: call wake_up() before it is read")
+        raise CollectorError("push weights by collector.update_policy_weights_(), which lets the policies rest")
+
+    def sleep(self, level: int) -> None:
+        """Puts the engines of all workers to sleep; see :meth:`Sleep.sleep`."""
+        with self._updating:
+            self.asleep.sleep_all(level)
+
+    def wake_up(self) -> None:
+        """Wakes the engines of all workers; see :meth:`Sleep.wake_up`."""
+        with self._updating:
+            self.asleep.wake_up()
 
     def stats(self) -> dict[str, Any]:
         """``policy_version``, ``weight_updates`` and the seconds that they took."""
@@ -226,3 +204,8 @@ def adopt(collector: Any, weights: Any, version: int, mode: str | None, others: 
     """In a worker: gives its collector the weights, unless it has them already, or newer ones."""
     if version > collector.policy_version:
         collector.update_policy_weights_(weights, version=version, update_mode=mode, **(others or {}))
+
+
+def count_from(collector: Any, version: int) -> None:
+    """In a worker: goes on counting from the version of a saved state."""
+    collector._pool.restore_version(version)

@@ -101,7 +101,7 @@ class Worker:
         return self._failure
 
     def begin(self, opened_by: int, first_life: int) -> None:
-        """Begins to collect.
+        """Begins to collect; or goes on, when prompts have come back after the worker had found no more.
 
         Args:
             opened_by: by how many its parcels are read, see :class:`~torchrl_llm.ray.messages.Parcel`.
@@ -109,7 +109,11 @@ class Worker:
         """
         self._opened_by = opened_by
         self._first_id = (first_life + self._order.life) * LIFE
+        if self._begun:
+            self._collector._launches.look_again()
+            self._collector._collection.reopen()
         self._begun = True
+        self._collector._collection.linger()
         self._collector.start(self._outbox)
 
     @ray.method(concurrency_group="take", num_returns=2)

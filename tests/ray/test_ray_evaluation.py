@@ -1,0 +1,199 @@
+"""Evaluation, seeds and sleep over a cluster, on real Ray."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from typing import Any
+
+import pytest
+import torch
+from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, ids
+from fakes import echo as scripted_echo
+from test_faults import pid_of, wait_until
+from test_groups import Answered, echo, prompts
+from test_ray_prompts import members
+from test_ray_weights import telling_policy, weights
+
+from torchrl_llm import CollectorError, LLMCollector, PromptSource, WorkerHooks
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = [f"e{index}" for index in range(5)]
+
+
+def answers(batch: Any) -> list[tuple[str, int, int, int]]:
+    rows = batch.unbind(0)
+    return [(row["text"], *(int(row["collector", key]) for key in ("group_id", "group_index", "step"))) for row in rows]
+
+
+def build(**options: Any) -> LLMCollector:
+    source = PromptSource(prompts(6), epochs=1)
+    arguments = {"num_workers": 2, "trajectories_per_batch": 2, "backend": "ray"} | options
+    return LLMCollector(source.env(lambda: Answered(1, length=2)), echo, num_envs=2, **arguments)
+
+
+EXPECTED = [(f"e{i}", i, index, step) for i in range(5) for index in range(2) for step in range(2)]
+
+
+def test_an_evaluation_comes_in_the_order_of_its_prompts_and_leaves_the_training_stream_as_it_is(
+    ray_cluster: Any,
+) -> None:
+    counted = ("turns", "delivered", "batches", "recorded", "recorded_by_reason")
+    with build() as collector:
+        assert answers(collector.evaluate(QUESTIONS, n=2)) == EXPECTED, "before anything is read"
+        rows = list(next(collector).unbind(0))
+        before = collector.stats()
+        batch = collector.evaluate(QUESTIONS, n=2)
+        after = collector.stats()
+        assert answers(batch) == EXPECTED
+        assert [row["answer"] for row in batch.unbind(0)] == [f"a:{name}" for name, *_ in EXPECTED]
+        trajectories = ids(batch.unbind(0), "traj_ids")
+        assert trajectories == [number for number in range(10) for _ in range(2)]
+        assert {key: before[key] for key in counted} == {key: after[key] for key in counted}
+        rows += [row for batch in collector for row in batch.unbind(0)]
+        with pytest.raises(CollectorError):
+            collector.evaluate(QUESTIONS)
+    assert members(rows) == {(f"q{group}", group, 0): 1 for group in range(6)}
+    assert collector.stats()["launched"] == collector.stats()["delivered"] == 6
+
+
+def test_an_evaluation_is_possible_when_the_data_have_ended_and_does_not_lose_what_a_dead_worker_had(
+    ray_cluster: Any,
+) -> None:
+    with build(prefetch=4) as collector:
+        for _ in range(3):
+            next(collector)
+        assert answers(collector.evaluate(QUESTIONS, n=2)) == EXPECTED
+        # Nobody has noticed yet, when the next evaluation begins.
+        os.kill(pid_of(collector, 1), signal.SIGKILL)
+        assert answers(collector.evaluate(QUESTIONS, n=2)) == EXPECTED
+        assert next(collector, None) is None
+
+
+def test_what_is_wrong_with_an_evaluation_is_said_at_once(ray_cluster: Any) -> None:
+    with build(num_workers=1) as collector:
+        with pytest.raises(ValueError, match="prompts is empty"):
+            collector.evaluate([])
+        with pytest.raises(ValueError, match="n=0 is not allowed"):
+            collector.evaluate(QUESTIONS, n=0)
+        assert len(answers(collector.evaluate(["e0"]))) == 2, "fewer prompts than workers, or slots"
+
+
+# Seeds
+
+
+def drawing_env() -> Any:
+    """A constructor of environments whose reward is drawn at random."""
+
+    def make() -> Any:
+        class Drawing(Answered):
+            def _set_seed(self, seed: int | None) -> None:
+                self._chance = torch.Generator().manual_seed(seed)
+
+            def _step(self, tensordict: Any) -> Any:
+                following = super()._step(tensordict)
+                for row in following.unbind(0):
+                    row["reward"] = torch.randint(10**9, (1,), generator=self._chance).float()
+                return following
+
+        return Drawing(1)
+
+    return make
+
+
+@pytest.mark.parametrize("by", ["argument", "set_seed"])
+def test_a_prompt_has_the_same_seeds_on_whichever_worker_it_is_answered(ray_cluster: Any, by: str) -> None:
+    def run(workers: int, seed: int, kill: bool = False) -> dict[tuple[str, int, int], float]:
+        source = PromptSource(prompts(8), repeats=2, epochs=1, shuffle=True)
+        given = {"seed": seed} if by == "argument" else {}
+        collector = LLMCollector(
+            source.env(drawing_env()), echo, num_envs=2, num_workers=workers, trajectories_per_batch=2, backend="ray",
+            **given,
+        )  # fmt: skip
+        with collector:
+            if by == "set_seed":
+                collector.set_seed(seed)
+            if kill:
+                os.kill(pid_of(collector, 0), signal.SIGKILL)
+            rows = [row for batch in collector for row in batch.unbind(0)]
+        assert len(rows) == 16
+        keys = [(row["text"], *(int(row["collector", k]) for k in ("group_id", "group_index"))) for row in rows]
+        return {key: float(row["next", "reward"]) for key, row in zip(keys, rows, strict=True)}
+
+    two = run(workers=2, seed=3)
+    assert len(two) == len(set(two.values())) == 16
+    assert run(workers=1, seed=3, kill=True) == two, "also in a worker that was restarted"
+    other = run(workers=2, seed=4)
+    assert other.keys() != two.keys() and not set(other.values()) & set(two.values())
+
+
+# Sleep
+
+
+def with_engines_that_sleep(worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Gives in-process modules vLLM's two calls; the rest is what engines have."""
+    from torchrl_llm.policies.weights_module import ModuleTarget
+
+    ModuleTarget.sleep = lambda self, level: None  # type: ignore[attr-defined]
+    ModuleTarget.wake_up = lambda self: None  # type: ignore[attr-defined]
+    return arguments
+
+
+def levels(collector: Any) -> dict[int, int]:
+    return collector.call_workers(lambda worker: worker._weights.asleep.level)
+
+
+def test_all_workers_sleep_and_wake_together_also_one_that_was_restarted_meanwhile(ray_cluster: Any) -> None:
+    collector = LLMCollector(
+        ScriptedEnv, telling_policy(), steps_per_batch=1, num_workers=2, worker_timeout=1.0, backend="ray",
+        hooks=WorkerHooks(handle=with_engines_that_sleep),
+    )  # fmt: skip
+    target: queue.Queue[Any] = queue.Queue()
+    with collector:
+        next(collector)
+        collector.sleep()
+        assert levels(collector) == {0: 1, 1: 1}
+        for refused in (
+            lambda: next(collector), lambda: collector.start(target), lambda: collector.sleep(),
+            lambda: collector.update_policy_weights_(weights(1)),
+        ):  # fmt: skip
+            with pytest.raises(CollectorError, match="engines sleep"):
+                refused()
+        collector.wake_up()
+        assert levels(collector) == {0: 0, 1: 0}
+        collector.start(target)
+        target.get(timeout=PATIENCE)
+        collector.sleep(level=2)
+        os.kill(pid_of(collector, 1), signal.SIGKILL)
+        wait_until(lambda: collector.stats()["worker_restarts"] == 1)
+        wait_until(lambda: levels(collector) == {0: 2, 1: 2})
+        # Whoever sleeps makes no progress, and is not taken for lost by that.
+        while not target.empty():
+            target.get()
+        with pytest.raises(queue.Empty):
+            target.get(timeout=1.5)
+        assert collector.stats()["worker_restarts"] == 1
+        collector.wake_up()
+        with pytest.raises(CollectorError, match="sleep already, or have no weights yet"):
+            collector.sleep()
+        collector.update_policy_weights_(weights(4))
+        seen: set[tuple[int, str]] = set()
+        while not seen.issuperset({(0, "w4"), (1, "w4")}):
+            seen |= {
+                (int(row["collector", "worker_id"]), row["answer"]) for row in target.get(timeout=PATIENCE).unbind(0)
+            }
+        assert_conserved(collector.stats())
+    assert_settled(collector.stats())
+
+
+def test_what_cannot_sleep_says_so_and_goes_on(ray_cluster: Any) -> None:
+    with LLMCollector(ScriptedEnv, scripted_echo, steps_per_batch=1, num_workers=2, backend="ray") as collector:
+        with pytest.raises(ValueError, match=r"no policy of the collector is a vllm\.LLM"):
+            collector.sleep()
+        with pytest.raises(ValueError, match="level=3 is not allowed"):
+            collector.sleep(3)
+        with pytest.raises(CollectorError, match="do not sleep"):
+            collector.wake_up()
+        assert len(next(collector)) == 1
