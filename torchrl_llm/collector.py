@@ -269,7 +269,9 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         self._control = control
         changing = None if lag is None else weights.changing
         self._pool = pool
-        self._collection = Collection(rollout, control, self._ledger, BatchFinish(self), sink, changing)
+        self._collection = Collection(
+            rollout, control, self._ledger, BatchFinish(self, lag is not None), sink, changing
+        )
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
 
@@ -370,6 +372,7 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         if len(constructors) < len(self._constructors):
             raise TypeError("evaluate() builds environments of its own: pass constructors as env=, not instances")
         check_int("n", n, "an int of at least 1", minimum=1)
+        self._weights.asleep.check_ready()
         seed, collection = self._launches.seed, self._collection
         return evaluate(
             prompts, n=n, key=key, constructors=constructors, seed=seed, collection=collection, **self._evaluation

@@ -249,4 +249,4 @@ class UnitBatcher:
 
 def _began_too_early(turns: list[Turn], too_old: Callable[[int], bool]) -> bool:
     """Whether any trajectory among whole ones began with a too old version."""
-    return any(turn.step == 0 and turn.answer is not None and too_old(turn.answer.policy_version) for turn in turns)
+    return any(turn.step == 0 and too_old(turn.version) for turn in turns)
