@@ -17,15 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import PATIENCE, Gate, ScriptedEnv, assert_conserved, assert_settled, ids
+from fakes import PATIENCE, EndAfter, Gate, ScriptedEnv, assert_conserved, assert_settled, ids
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from telling_weights import vllm_policy
+from telling_weights import perturbed, telling, token_of, vllm_policy
 from tensordict import TensorDictBase
 from test_groups import Answered, Slow
 from test_lag import Module, weights
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper, vLLMWrapper
 
 from torchrl_llm import CollectorError, LLMCollector, PromptSource
+from torchrl_llm.policies.engine import acquire
 
 STEPS, TRAJECTORIES, GROUPS = "steps_per_batch", "trajectories_per_batch", "groups_per_batch"
 
@@ -579,3 +582,121 @@ def test_an_update_after_the_end_does_nothing_and_says_so(kind: str, engine: Any
     collector.shutdown()
     with pytest.raises(CollectorError, match="was shut down"):
         collector.update_policy_weights_(new)
+
+
+LIMIT = 2.0
+
+
+@pytest.mark.parametrize("how", ["sleep", "wait"])
+def test_a_request_that_is_held_is_not_slow(how: str, engine: Any) -> None:
+    """While an engine sleeps, or lets nothing in before a switch of weights, the clocks of requests stand still."""
+    envs = [ScriptedEnv() for _ in range(3)]
+    with LLMCollector(
+        envs, vllm_policy(engine, tokens=20), steps_per_batch=3, max_turn_seconds=LIMIT, max_trajectory_seconds=LIMIT
+    ) as collector:
+        target: queue.Queue[Any] = queue.Queue(1)
+        if how == "sleep":
+            collector.start(target)
+            target.get(timeout=PATIENCE)
+            collector.sleep()
+        else:
+            hold = acquire(engine).hold("wait")
+            hold.wait()
+            collector.start(target)
+        time.sleep(1.5 * LIMIT)
+        if how == "sleep":
+            collector.wake_up()
+        else:
+            hold.release()
+        for _ in range(4):
+            for row in target.get(timeout=PATIENCE).unbind(0):
+                assert len(row["tokens"].response) == 20 and not bool(row["next", "truncated"].any())
+        assert collector.stats()["timeouts"] == 0
+    if how == "wait":
+        acquire(engine).release(0.0)
+
+
+# Real engines
+
+
+def prompts_env(turns: int) -> Any:
+    return ChatEnv(batch_size=(1,)).append_transform(EndAfter(turns))
+
+
+def history_policy(kind: str, engine: Any, model: Any, tokenizer: Any, tokens: int) -> Any:
+    if kind == "vllm":
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+        return vLLMWrapper(engine, tokenizer=tokenizer, input_mode="history", generate_kwargs=options)
+    options = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    return TransformersWrapper(model, tokenizer=tokenizer, input_mode="history", generate_kwargs=options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("vllm", "continue"), ("vllm", "wait"), ("vllm", "restart"), ("transformers", "continue")]
+)
+def test_groups_of_real_engines_are_whole_young_and_tell_their_versions_while_a_trainer_updates(
+    kind: str, mode: str, engine: Any, original: Any, tokenizer: Any
+) -> None:
+    """The weights of version v emit token v only; the prefix cache is on."""
+    if kind == "vllm":
+        assert engine.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    turns, repeats, tokens = 2, 3, 24
+    source = PromptSource([{"query": f"question {index} " * 8} for index in range(400)], repeats=repeats, epochs=1)
+    policy = history_policy(kind, engine, perturbed(original, 0), tokenizer, tokens)
+    ages: list[int] = []
+    rows: list[Any] = []
+    over = threading.Event()
+
+    class Target(queue.Queue[Any]):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item, block, timeout)
+            if item is not None:
+                firsts = [row for row in item.unbind(0) if int(row["collector", "step"]) == 0]
+                ages.append(collector.policy_version - min(ids(firsts, "policy_version")))
+
+    with LLMCollector(
+        source.env(lambda: prompts_env(turns)),
+        policy,
+        num_envs=6,
+        groups_per_batch=2,
+        max_policy_lag=1,
+        update_mode=mode,
+        track_token_versions=True,
+    ) as collector:
+        collector.update_policy_weights_(telling(original, 1))
+
+        def train() -> None:
+            version = 1
+            while not over.wait(0.05 if kind == "vllm" else 0.3) and version < 60:
+                version += 1
+                collector.update_policy_weights_(telling(original, version))
+
+        trainer = threading.Thread(target=train)
+        target = Target(1)
+        collector.start(target)
+        trainer.start()
+        try:
+            for _ in range(8):
+                batch = target.get(timeout=2 * PATIENCE)
+                assert_conserved(collector.stats())
+                rows += batch.unbind(0)
+                assert len(set(ids(batch.unbind(0), "group_id"))) == 2
+        finally:
+            over.set()
+            trainer.join()
+        stats = collector.stats()
+    assert len(rows) == 8 * 2 * repeats * turns
+    for start in range(0, len(rows), repeats * turns):
+        group = rows[start : start + repeats * turns]
+        assert len(set(ids(group, "group_id"))) == 1
+        assert ids(group, "group_index") == [index for index in range(repeats) for _ in range(turns)]
+        assert ids(group, "step") == list(range(turns)) * repeats
+    for row in rows:
+        versions = row["collector", "token_versions"].tolist()
+        assert row["tokens"].response.tolist() == [token_of(version) for version in versions]
+        begin, end = int(row["collector", "policy_version"]), int(row["collector", "policy_version_end"])
+        assert versions == sorted(versions) and (versions[0], versions[-1]) == (begin, end)
+        assert begin == end or mode == "continue"
+    assert len(ages) >= 8 and max(ages) <= 1
+    assert stats["weight_updates"] > 1 and len({int(row["collector", "policy_version"]) for row in rows}) > 1
+    assert_settled(collector.stats())
