@@ -170,9 +170,8 @@ class Fleet:
                     self._begin(member)
 
     def _begin(self, member: Member) -> None:
-        member.begun = True
         self.roster.become(member, COLLECTING)
-        member.actor.begin.remote(self._opened_by, self._first_life)
+        member.ask_begin(self._opened_by, self._first_life)
         if self.roster.pauses:
             member.actor.pause.remote()
         member.ask_take()
