@@ -70,7 +70,6 @@ class Member:
     post: Callable[[Event], None]
     state: str = STARTING
     ready: bool = False
-    begun: bool = False
     reporting: bool = False
     taking: Future[Any] | None = None
     orders: set[int] = field(default_factory=set)
@@ -92,7 +91,6 @@ class Member:
 
     def ask_begin(self, opened_by: int, first_life: int) -> None:
         """Lets it collect; an answer comes only if that fails."""
-        self.begun = True
         self._listen("begin", self.actor.begin.remote(opened_by, first_life), failures_only=True)
 
     def ask_order(self, number: int, method: Any, args: tuple[Any, ...]) -> None:
