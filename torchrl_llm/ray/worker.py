@@ -23,7 +23,6 @@ from torchrl_llm.ray.errors import WireError, relocated, to_wire
 from torchrl_llm.ray.messages import LIFE, Header, Parcel, TurnHead
 from torchrl_llm.ray.outbox import Outbox
 from torchrl_llm.ray.prompts import Connection
-from torchrl_llm.reading import Reading
 
 # Calls beside `take` that a worker answers at the same time.
 CONTROL_THREADS = 8
@@ -110,13 +109,8 @@ class Worker:
         """
         self._opened_by = opened_by
         self._first_id = (first_life + self._order.life) * LIFE
-        if self._begun:
-            self._collector._launches.look_again()
-            self._collector._collection.reopen()
         self._begun = True
-        self._collector._collection.linger()
-        # Not the collector's own, which refuses while the engines sleep: requests wait until they are awake.
-        Reading.start(self._collector, self._outbox)
+        self._collector._serve(self._outbox)
 
     @ray.method(concurrency_group="take", num_returns=2)
     def take(self) -> tuple[Header, Parcel | None]:
