@@ -54,11 +54,12 @@ def crash_at(number: int, mark: Path | None = None) -> Callable[..., None]:
 
 
 def wait_in_step(folder: Path, text: str) -> Callable[[list[str]], None]:
-    """A step that says that it was reached by a file, and then waits until there is another one."""
+    """A step that says that it was reached, by a file with its process, and then waits until there is another one."""
 
     def on_step(texts: list[str]) -> None:
         if text in texts and not (folder / "go").exists():
-            (folder / "reached").touch()
+            (folder / "reaching").write_text(str(os.getpid()))
+            (folder / "reaching").rename(folder / "reached")
             while not (folder / "go").exists():
                 time.sleep(0.01)
 
