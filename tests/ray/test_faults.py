@@ -58,8 +58,9 @@ def wait_in_step(folder: Path, text: str) -> Callable[[list[str]], None]:
 
     def on_step(texts: list[str]) -> None:
         if text in texts and not (folder / "go").exists():
-            (folder / "reaching").write_text(str(os.getpid()))
-            (folder / "reaching").rename(folder / "reached")
+            written = folder / f"reached {os.getpid()}"
+            written.write_text(str(os.getpid()))
+            written.rename(folder / "reached")
             while not (folder / "go").exists():
                 time.sleep(0.01)
 
