@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from dialogs import raw_log_probs
+from engine_settings import make_multiprocess_llm
 from fakes import assert_settled, chat_env
 from torchrl.modules.llm import vLLMWrapper
 from transformers import AutoModelForCausalLM
@@ -20,14 +21,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def smollm2_llm(smollm2: str) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        # In a process of its own: its end would take the parallel groups of the engines in this one along.
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        from vllm import LLM
-
-        llm = LLM(
-            smollm2, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4, disable_log_stats=True
-        )
+    # In a process of its own: its end would take the parallel groups of the engines in this one along.
+    llm = make_multiprocess_llm(smollm2, max_model_len=256, max_num_seqs=4)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_settings import ENGINE_SETTINGS
+from engine_settings import ENGINE_SETTINGS, make_multiprocess_llm
 from fakes import ScriptedEnv, assert_settled
 from safetensors.torch import load_file, save_file
 from telling_weights import check_answer, load_tiny, own_answer, perturbed, telling, token_of, vllm_policy
@@ -32,11 +32,7 @@ def shared_memory_folders() -> list[str]:
 
 @pytest.fixture(scope="module")
 def own_process_engine(tiny_model: str) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        from vllm import LLM
-
-        llm = LLM(tiny_model, **ENGINE_SETTINGS)
+    llm = make_multiprocess_llm(tiny_model)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
@@ -80,16 +76,11 @@ def test_an_engine_in_its_own_process_answers_as_the_new_weights_do(
 
 
 @pytest.mark.slow
-def test_a_policy_that_is_rebuilt_answers_with_the_newest_weights(
-    tiny_model: str, original: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+def test_a_policy_that_is_rebuilt_answers_with_the_newest_weights(tiny_model: str, original: Any) -> None:
     engines: list[Any] = []
 
     def make_policy() -> Any:
-        from vllm import LLM
-
-        engines.append(LLM(tiny_model, **ENGINE_SETTINGS))
+        engines.append(make_multiprocess_llm(tiny_model))
         return vllm_policy(engines[-1], tokens=10)
 
     with LLMCollector(

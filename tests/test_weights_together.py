@@ -137,6 +137,11 @@ def test_a_collector_can_be_shut_down_while_an_update_waits() -> None:
     done = threading.Event()
     updater = threading.Thread(target=lambda: (_update(collector), done.set()))
     updater.start()
+    [runner] = collector._weights._pool.runners
+    deadline = time.monotonic() + PATIENCE
+    while not runner._holds:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     with pytest.warns(RuntimeWarning, match="could not be interrupted"):
         collector.shutdown(timeout=0.1)
     gate.open()

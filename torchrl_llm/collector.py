@@ -8,7 +8,6 @@ collector, so that dropping the last reference to the collector ends the thread.
 from __future__ import annotations
 
 import abc
-import queue as queue_module
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -17,25 +16,19 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from torchrl_llm import arguments
-from torchrl_llm.assembly import build_policies, build_slots
-from torchrl_llm.budget import Budget
+from torchrl_llm.assembly import assemble
 from torchrl_llm.collector_weights import WeightMethods
-from torchrl_llm.control import Control
 from torchrl_llm.deadlines import make_limits
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.finishing import BatchFinish
-from torchrl_llm.lag import make_lag
-from torchrl_llm.launches import Launches
-from torchrl_llm.ledger import Ledger
 from torchrl_llm.lifecycle import Collection
 from torchrl_llm.plan import UNITS, check_int, make_plan
-from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, make_route
 from torchrl_llm.seeds import check_seed, next_seed
 from torchrl_llm.sinks import make_sink
 from torchrl_llm.weight_transports import make_transport
-from torchrl_llm.weights import PolicyWeights, announce_version, check_mode
+from torchrl_llm.weights import check_mode
 
 EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase]"
 
@@ -227,49 +220,36 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         self.replay_buffer = replay_buffer
         self.queue = queue
         self.postproc = postproc
-        self._ledger = Ledger()
-        events: queue_module.SimpleQueue[Any] = queue_module.SimpleQueue()
-        control = Control(wake=lambda: events.put(None))
-        transport = make_transport(weight_updater, weight_sync_schemes, self)
-        slots = build_slots(envs, bound=plan.groups)
-        batcher = plan.batcher()
-        pool = build_policies(policies, options, slots, route)
-        pool.track_token_versions(track_token_versions)
-        weights = PolicyWeights(
-            pool, update_mode, keep=restart, on_update=lambda version: announce_version(version, slots, events.put)
-        )
-        self._weights = weights
-        weights.transport = transport
-        lag = make_lag(max_policy_lag, batcher, lambda: weights.version)
-        budget = Budget(total_steps, batcher.whole_trajectories)
-        self._launches = Launches(slots, pool, router, budget, self._ledger, batcher, plan, lag)
-        rollout = Rollout(
-            slots=slots,
-            pool=pool,
-            launches=self._launches,
-            batcher=batcher,
-            ledger=self._ledger,
-            restart=restart,
+        parts = assemble(
+            envs=envs,
+            policies=policies,
+            options=options,
+            plan=plan,
+            total_steps=total_steps,
             env_threads=env_threads,
             limits=limits,
-            events=events,
-            control=control,
-            lag=lag,
+            route=route,
+            router=router,
+            restart=restart,
+            max_policy_lag=max_policy_lag,
+            update_mode=update_mode,
+            track_token_versions=track_token_versions,
+            transport=make_transport(weight_updater, weight_sync_schemes, self),
+            seed=seed,
         )
-        if seed is not None:
-            self._launches.set_seed(seed)
+        self._ledger, self._control, self._pool = parts.ledger, parts.control, parts.pool
+        self._weights, self._launches = parts.weights, parts.launches
         self._constructors = [constructor for constructor, _ in envs]
         self._evaluation: dict[str, Any] = {
-            "pool": pool,
+            "pool": parts.pool,
             "route": route,
             "router": router,
             "env_threads": env_threads,
             "limits": limits,
         }
-        self._control = control
-        changing = None if lag is None else weights.changing
-        self._pool = pool
-        self._collection = Collection(rollout, control, self._ledger, BatchFinish(self), sink, changing)
+        changing = None if max_policy_lag is None else parts.weights.changing
+        finish = BatchFinish(self)
+        self._collection = Collection(parts.rollout, parts.control, parts.ledger, finish, sink, changing)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
 

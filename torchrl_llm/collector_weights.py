@@ -5,6 +5,7 @@ Thin: what happens is in :mod:`torchrl_llm.weights` and :mod:`torchrl_llm.sleep`
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -76,9 +77,20 @@ class WeightMethods(Reading):
             TypeError: if the weights have none of the allowed forms, or a policy has no weights.
             CollectorError: if the collection failed or was shut down.
             PolicyError: if a policy failed while it switched.
+
+        Warns:
+            RuntimeWarning: if the collection has come to its end, and its policies with it: nothing is updated.
         """
         source = one_source(policy_or_weights, weights, policy)
         self._collection.check_open()
+        if self._collection.finished:
+            # A trainer beside it may still be at its last batches.
+            warnings.warn(
+                "the collector has come to its end, and its policies with it: no weights were updated",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
         others = {"worker_ids": worker_ids, "model_id": model_id, "weights_dict": weights_dict}
         self._weights.update(source, version, update_mode, others)
 

@@ -40,6 +40,8 @@ FILTERED_IN_ROW = 100
 # What ends a trajectory without fault of its prompt, which is then handed out again; failures are counted as tries.
 _TRIED = ("failed", "timed_out")
 _AGAIN = (*_TRIED, "stale", "surplus")
+# What ends the trajectories of a group of which a member failed for good.
+_GIVEN_UP = "group_failed"
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Launches:
         self._index = {id(source): index for index, source in enumerate(self.sources)}
         self._dry: set[int] = set()
         self._tries: Counter[tuple[int, int]] = Counter()
-        self._unit_ends: list[tuple[int, str]] = []
+        self._to_end: dict[int, str] = {}
         self._warn_at = FILTERED_IN_ROW
 
     def set_seed(self, seed: int) -> None:
@@ -264,35 +266,41 @@ class Launches:
         if member is None:
             return
         source, key = self.sources[index], (self._group_id(index, member), member.index)
-        self._tries[key] += reason in _TRIED
-        if reason in _AGAIN and self._tries[key] < MAX_TRIES:
+        if reason in _TRIED:
+            self._tries[key] += 1
+        if reason in _AGAIN and self._tries.get(key, 0) < MAX_TRIES:
             source.returned(member.group_id, member.index)
-        elif not self._plan.groups:
-            del self._tries[key]
+            return
+        self._tries.pop(key, None)
+        if not self._plan.groups:
             source.dropped(member.group_id, member.index)
-        elif self._units is not None and self._units.is_open(unit):
-            logger.warning("gave up group %d: its member %d: %s", unit, member.index, reason)
-            self._ledger.group("failed")
+        elif self._give_up(unit, f"its member {member.index}: {reason}"):
             source.withdraw(member.group_id)
-            self._unit_ends.append((unit, "group_failed"))
+
+    def _give_up(self, unit: int, why: str) -> bool:
+        """A group is to be ended as failed; ``False`` if it is over, or given up already."""
+        if self._units is None or not self._units.is_open(unit) or self._to_end.get(unit) == _GIVEN_UP:
+            return False
+        logger.warning("gave up group %d: %s", unit, why)
+        self._ledger.group("failed")
+        self._to_end[unit] = _GIVEN_UP
+        return True
 
     def unblock(self) -> bool:
         """Gives up the groups that no slot can complete, when nothing is under way; returns whether there are any."""
         hopeless = [] if self._units is None else self._units.open_units()
         for unit in hopeless:
-            logger.warning("gave up group %d: no environment is left that could complete it", unit)
-            self._ledger.group("failed")
-            self._unit_ends.append((unit, "group_failed"))
+            self._give_up(unit, "no environment is left that could complete it")
         return bool(hopeless)
 
     def units_to_end(self) -> list[tuple[int, str]]:
         """The units that are to be ended, with the reason; each is then to be ended by :meth:`end_unit`."""
-        ends, self._unit_ends = self._unit_ends, []
-        return ends
+        return list(self._to_end.items())
 
     def end_unit(self, unit: int, reason: str) -> None:
         """Gives a unit up whose running trajectories have been ended."""
         assert self._units is not None
+        del self._to_end[unit]
         turns = self._units.close(unit)
         self._ledger.drop(len(turns), ended_trajectories(turns), reason)
         for turn in turns:
@@ -318,8 +326,9 @@ class Launches:
         """A batch is full: what is under way beyond it goes on, or is to be ended."""
         if self._units is not None and not self._plan.keep_surplus:
             for unit in self._units.open_units():
-                self._ledger.group("surplus")
-                self._unit_ends.append((unit, "surplus"))
+                if unit not in self._to_end:
+                    self._ledger.group("surplus")
+                    self._to_end[unit] = "surplus"
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on in another process, as plain data."""

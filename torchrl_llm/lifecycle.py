@@ -16,7 +16,6 @@ import contextlib
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -25,6 +24,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_llm.batches import Turn, ended_trajectories
+from torchrl_llm.busy import thread_name, warn_busy
 from torchrl_llm.control import Control, Stopped
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.ledger import Ledger
@@ -126,6 +126,11 @@ class Collection:
         self._raise_error()
         if self._control.stopping:
             raise CollectorError("the collector was shut down")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the collection has come to its end by itself, without an error."""
+        return self._finished
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -310,7 +315,7 @@ class Collection:
                 left = self._deadline - time.monotonic() + (CLOSING_SECONDS if self._closing else 0.0)
                 if left <= 0:
                     self._gave_up = True
-                    _warn_busy([_thread_name(self._driver)])
+                    warn_busy([thread_name(self._driver)])
                     return
                 self._changed.wait(left)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -399,17 +404,4 @@ class Collection:
         finally:
             self._ledger.record_rest(reason)
         if busy:
-            _warn_busy(busy)
-
-
-def _thread_name(ident: int) -> str:
-    return next((t.name for t in threading.enumerate() if t.ident == ident), f"thread {ident}")
-
-
-def _warn_busy(threads: list[str]) -> None:
-    warnings.warn(
-        f"the collector ended while {', '.join(threads)} could not be interrupted: an environment's step or a policy's "
-        "call has not returned. The thread is a daemon and ends with that call or with the process",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+            warn_busy(busy)

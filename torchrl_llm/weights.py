@@ -200,7 +200,8 @@ class PolicyWeights:
         for policy_id, runner in enumerate(self._pool.runners):
             target = runner.weight_target()
             if target is None:
-                if all_of_them:
+                # A closed one is being rebuilt, and gets the newest weights then.
+                if all_of_them and runner.policy is not None:
                     kind = type(runner.policy).__name__
                     raise TypeError(f"policy {policy_id} is a {kind} without weights that can be updated")
             elif not target.gone:

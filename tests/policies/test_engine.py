@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_settings import ENGINE_SETTINGS
+from engine_settings import make_multiprocess_llm
 from fakes import PATIENCE, ScriptedEnv, assert_settled, numbered
 from tensordict import TensorDictBase
 from torchrl.modules.llm import vLLMWrapper
@@ -297,18 +297,6 @@ def engine_processes() -> list[psutil.Process]:
         for child in psutil.Process().children(recursive=True)
         if child.status() != psutil.STATUS_ZOMBIE and "VLLM::" in " ".join(child.cmdline())
     ]
-
-
-def make_multiprocess_llm(folder: str) -> Any:
-    import vllm.envs
-    from vllm import LLM
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        vllm.envs.disable_envs_cache()  # an engine made before has fixed what vLLM reads of the environment
-        llm = LLM(folder, **ENGINE_SETTINGS)
-    assert type(llm.llm_engine.engine_core).__name__ == "SyncMPClient"
-    return llm
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,8 @@ class BatchedRunner:
 
     def weight_target(self) -> WeightTarget | None:
         """See :meth:`Runner.weight_target`."""
-        return ModuleTarget(self) if isinstance(self.policy, nn.Module) else None
+        policy = self.policy
+        return ModuleTarget(self, policy) if isinstance(policy, nn.Module) else None
 
     def began(self, ticket: Ticket) -> int | None:
         """Never: the weights are switched between two calls."""

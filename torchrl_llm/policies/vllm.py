@@ -90,9 +90,10 @@ class ContinuousRunner:
         """See :meth:`Runner.restore_version`."""
         self._engine.version = max(self._engine.version, version)
 
-    def weight_target(self) -> WeightTarget:
+    def weight_target(self) -> WeightTarget | None:
         """See :meth:`Runner.weight_target`."""
-        return ReloadTarget(self.policy.model, self._engine)
+        policy = self.policy
+        return None if policy is None else ReloadTarget(policy.model, self._engine)
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.weight_target import Switch
@@ -25,12 +26,13 @@ class ModuleTarget:
 
     Args:
         runner: owns the module.
+        policy: the runner's policy.
     """
 
-    def __init__(self, runner: BatchedRunner) -> None:
+    def __init__(self, runner: BatchedRunner, policy: nn.Module) -> None:
         self.owner = runner
-        self.name = type(runner.policy).__name__
-        self._module = module_of(runner.policy)
+        self.name = type(policy).__name__
+        self._module = module_of(policy)
 
     @property
     def gone(self) -> bool:
