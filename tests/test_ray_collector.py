@@ -165,7 +165,7 @@ def test_workers_write_straight_to_a_ray_queue_L49(ray_cluster: Any, monkeypatch
     collector = LLMCollector(
         prefixed("ab"), echo, steps_per_batch=2, total_steps=12, backend="ray", num_cpus=0.5, queue=target
     )
-    monkeypatch.setattr(rollout.Delivery, "rows", never)
+    monkeypatch.setattr(rollout.ArrivedBatch, "rows", never)
     collector.start()
     wait_until(target.full)
     assert collector.is_running()
@@ -328,7 +328,7 @@ def test_workers_are_added_and_removed_while_the_collector_runs(ray_cluster: Any
     rows: list[Any] = []
 
     def read_until(happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + 3 * PATIENCE  # workers have to start
         while not happened():
             assert time.monotonic() < deadline
             rows.extend(target.get(timeout=PATIENCE).unbind(0))

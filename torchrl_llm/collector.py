@@ -253,6 +253,12 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
 
+    def _serve(self, target: Any) -> None:
+        """Starts into a target that outlives the data: at their end the policies stay, and a further call goes on."""
+        self._launches.look_again()
+        self._collection.linger()
+        super()._serve(target)
+
     # Knowing
 
     def stats(self) -> dict[str, Any]:

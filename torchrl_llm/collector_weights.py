@@ -30,6 +30,13 @@ class WeightMethods(Reading):
         self._weights.asleep.check_ready()
         super().start(target)
 
+    def _serve(self, target: Any) -> None:
+        """What a worker of a :class:`RayCollector` is started by: it may begin while its engines sleep."""
+        if self._weights.asleep.level:
+            super().start(target)
+        else:
+            self.start(target)
+
     @property
     def policy_version(self) -> int:
         """Version of the policies' weights: from 0, or the number that :meth:`update_policy_weights_` was given."""

@@ -316,13 +316,9 @@ class Collection:
             self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
 
     def linger(self) -> None:
-        """When the data end nothing is let go until :meth:`shutdown`: the policies answer on, and it can go on."""
-        self._lingers = True
-
-    def reopen(self) -> None:
-        """Goes on after the end: there are data again. Only for one that lingers."""
+        """When the data end nothing is let go until :meth:`shutdown`; if they had ended, there are more."""
         with self._changed:
-            assert self._lingers and self._finished and not self._released
+            self._lingers = True
             self._finished = False
 
 =======

@@ -346,8 +346,8 @@ class RayCollector(LLMCollector):
         seeds of its own.
         """
         check_seed(seed)
-        self._seed = seed
-        self._roster.order(SEED, "set_seed", lambda life: (self._plan.seed_for(seed, life),))
+        self._seed, first = seed, self._fleet.first_life
+        self._roster.order(SEED, "set_seed", lambda life: (self._plan.seed_for(seed, first + life),))
         return seed if static_seed else next_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,6 +30,9 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl_llm import LLMCollector, RayCollector
 from torchrl_llm.ledger import Ledger
 
+# Ids that the driver reads beside the trajectory's.
+ZEROS = ("step", "env_id", "policy_id", "group_id", "group_index", "policy_version")
+
 
 class ManyEngines(LLMCollector):
     """What a worker runs: not one collector, but the batches that many would send, at the times when they would.
@@ -48,7 +51,7 @@ class ManyEngines(LLMCollector):
         self._target: Any = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def start(self, target: Any = None) -> None:
+    def _serve(self, target: Any) -> None:
         self._target = target
         self._thread.start()
 
@@ -66,7 +69,7 @@ class ManyEngines(LLMCollector):
                 self._ledger.launch(trajectory)
                 self._ledger.finish_turn(0, 512)
                 row = turn.copy()
-                ids = dict.fromkeys(("step", "env_id", "policy_id", "group_id"), torch.tensor(0))
+                ids = dict.fromkeys(ZEROS, torch.tensor(0))
                 row.set("collector", TensorDict({**ids, "traj_ids": torch.tensor(trajectory)}, batch_size=()))
                 rows.append(row)
                 trajectory += 1
@@ -83,6 +86,9 @@ class ManyEngines(LLMCollector):
             heapq.heappush(due, (now + self._seconds * draw.lognormvariate(0, 0.3), index))
         self._ledger.record_rest("shutdown")
         self._target.put(None)
+
+    def stats(self) -> dict[str, Any]:
+        return self._ledger.snapshot()
 
     def is_running(self) -> bool:
         return self._thread.is_alive()

@@ -54,11 +54,13 @@ def crash_at(number: int, mark: Path | None = None) -> Callable[..., None]:
 
 
 def wait_in_step(folder: Path, text: str) -> Callable[[list[str]], None]:
-    """A step that says that it was reached by a file, and then waits until there is another one."""
+    """A step that says that it was reached, by a file with its process, and then waits until there is another one."""
 
     def on_step(texts: list[str]) -> None:
         if text in texts and not (folder / "go").exists():
-            (folder / "reached").touch()
+            written = folder / f"reached {os.getpid()}"
+            written.write_text(str(os.getpid()))
+            written.rename(folder / "reached")
             while not (folder / "go").exists():
                 time.sleep(0.01)
 

@@ -70,6 +70,10 @@ class Fleet:
         max_restarts: how often each worker may be restarted.
         worker_timeout: seconds without any progress after which a worker is taken for lost; ``None`` for no limit.
         prompts: the shared prompt source, if there is one.
+
+    Attributes:
+        fatal: what ended the collection.
+        first_life: processes that there were before, if the collection went on from a saved state.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Fleet:
         self._departures = Departures(self.roster, books, self._arrivals, self._handle_waiting, self._give_back)
         self._watch = Watch(worker_timeout)
         self._restarts: Counter[int] = Counter()
-        self._lives = self._first_life = 0
+        self._lives = self.first_life = 0
         self._numbers = itertools.count()
         self._building = True
         self._begun = False
@@ -146,7 +150,7 @@ class Fleet:
     def state_dict(self) -> dict[str, Any]:
         """How many processes there were, which trajectory ids are made of."""
         with self.lock:
-            return {"lives": self._first_life + self._lives}
+            return {"lives": self.first_life + self._lives}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a state.
@@ -157,7 +161,7 @@ class Fleet:
         with self.lock:
             if self._begun:
                 raise CollectorError("the collector has begun: load a state into a new one, before it is read")
-            self._first_life = state["lives"]
+            self.first_life = state["lives"]
 
     def begin(self) -> None:
         """Lets the workers collect; those that come later begin by themselves."""
@@ -170,9 +174,8 @@ class Fleet:
                     self._begin(member)
 
     def _begin(self, member: Member) -> None:
-        member.begun = True
         self.roster.become(member, COLLECTING)
-        member.actor.begin.remote(self._opened_by, self._first_life)
+        member.ask_begin(self._opened_by, self.first_life)
         if self.roster.pauses:
             member.actor.pause.remote()
         member.ask_take()

@@ -25,7 +25,7 @@ class Event:
 
     Attributes:
         life: the process.
-        call: ``"ready"``, ``"order"``, ``"take"`` or ``"report"``.
+        call: ``"ready"``, ``"order"``, ``"begin"``, ``"take"`` or ``"report"``.
     """
 
     life: int
@@ -70,7 +70,6 @@ class Member:
     post: Callable[[Event], None]
     state: str = STARTING
     ready: bool = False
-    begun: bool = False
     reporting: bool = False
     taking: Future[Any] | None = None
     orders: set[int] = field(default_factory=set)
@@ -90,6 +89,10 @@ class Member:
         """Asks for a sign when the collector is built."""
         self._listen("ready", self.actor.ready.remote())
 
+    def ask_begin(self, opened_by: int, first_life: int) -> None:
+        """Lets it collect; an answer comes only if that fails."""
+        self._listen("begin", self.actor.begin.remote(opened_by, first_life), failures_only=True)
+
     def ask_order(self, number: int, method: Any, args: tuple[Any, ...]) -> None:
         """Calls its collector with a standing order."""
         self.progress = time.monotonic()
@@ -108,14 +111,15 @@ class Member:
             self.reporting = True
             self._listen("report", self.actor.report.remote())
 
-    def _listen(self, call: str, ref: Any, payload: Any = None) -> Future[Any]:
+    def _listen(self, call: str, ref: Any, payload: Any = None, failures_only: bool = False) -> Future[Any]:
         # A function that does not hold the fleet: what is posted is all that it knows.
         life, post = self.life, self.post
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
             value = None if error is not None else future.result()
-            post(Event(life, call, value, error, payload))
+            if error is not None or not failures_only:
+                post(Event(life, call, value, error, payload))
 
         future: Future[Any] = ref.future()
         future.add_done_callback(done)

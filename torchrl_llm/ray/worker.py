@@ -109,12 +109,8 @@ class Worker:
         """
         self._opened_by = opened_by
         self._first_id = (first_life + self._order.life) * LIFE
-        if self._begun:
-            self._collector._launches.look_again()
-            self._collector._collection.reopen()
         self._begun = True
-        self._collector._collection.linger()
-        self._collector.start(self._outbox)
+        self._collector._serve(self._outbox)
 
     @ray.method(concurrency_group="take", num_returns=2)
     def take(self) -> tuple[Header, Parcel | None]:
