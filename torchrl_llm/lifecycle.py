@@ -23,12 +23,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-<<<<<<< HEAD
-from torchrl_llm.batches import Turn, ended_trajectories
-from torchrl_llm.busy import thread_name, warn_busy
-=======
 from torchrl_llm.batches import Turn
->>>>>>> interplay-2
+from torchrl_llm.busy import thread_name, warn_busy
 from torchrl_llm.control import Control, Stopped
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.handover import END, FULL_QUEUE_SECONDS, Handover
@@ -294,35 +290,12 @@ class Collection:
         finally:
             self._release("shutdown", self._deadline)
 
-<<<<<<< HEAD
-    def _write_rest(self, sink: Sink, room_until: float) -> None:
-        while turns := self._rollout.flush():
-            batch = self._make_batch(turns)
-            if batch is None:
-                continue
-            if sink.write_last(batch, room_until):
-                self._deliver(turns)
-            else:
-                self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
-
-    def _last_chance(self, sink: Sink, turns: list[Turn], batch: TensorDictBase) -> None:
-        """Offers a batch that a full queue did not take once more, when the collection stops."""
-        if not self._delivery(turns).fresh():
-            return  # It was taken back.
-        if sink.write_last(batch, min(self._deadline, time.monotonic() + FULL_QUEUE_SECONDS)):
-            self._deliver(turns)
-        else:
-            logger.warning("shutdown: the queue stayed full, %d finished turns were not delivered", len(turns))
-            self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
-
     def linger(self) -> None:
         """When the data end nothing is let go until :meth:`shutdown`; if they had ended, there are more."""
         with self._changed:
             self._lingers = True
             self._finished = False
 
-=======
->>>>>>> interplay-2
     def _end(self, error: CollectorError | None) -> None:
         """The end by itself, in the driving thread: finished or failed."""
         if error is None:
