@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -20,6 +20,19 @@ from tensordict.tensorclass import NonTensorData
 
 from torchrl_llm.policies.runner import Response
 from torchrl_llm.prompt_line import Member
+
+# The int64 scalars that each turn has under "collector".
+_NUMBERS = (
+    "traj_ids",
+    "step",
+    "env_id",
+    "policy_id",
+    "group_id",
+    "group_index",
+    "epoch",
+    "policy_version",
+    "policy_version_end",
+)
 
 
 @dataclass
@@ -74,23 +87,24 @@ class Turn:
     def stamped(self) -> TensorDictBase:
         """The turn's data with its ``"collector"`` entries: int64 scalars, and the finish reason if it is known."""
         trajectory, answer = self.trajectory, self.answer
-        ids = {
-            "traj_ids": trajectory.id,
-            "step": self.step,
-            "env_id": trajectory.env_id,
-            "policy_id": trajectory.policy_id,
-            "group_id": trajectory.group_id,
-            "group_index": trajectory.group_index,
-            "epoch": trajectory.epoch,
-            "policy_version": self.version,
-            "policy_version_end": 0 if answer is None else answer.policy_version_end,
-        }
-        entries = TensorDict({key: torch.tensor(value) for key, value in ids.items()}, batch_size=())
+        numbers = (
+            trajectory.id,
+            self.step,
+            trajectory.env_id,
+            trajectory.policy_id,
+            trajectory.group_id,
+            trajectory.group_index,
+            trajectory.epoch,
+            self.version,
+            0 if answer is None else answer.policy_version_end,
+        )
+        # One tensor taken apart, and no check of what cannot be wrong: this is done for every turn.
+        entries: dict[str, Any] = dict(zip(_NUMBERS, torch.tensor(numbers).unbind(0), strict=True))
         if answer is not None and answer.finish_reason is not None:
-            entries.set("finish_reason", NonTensorData(answer.finish_reason, batch_size=()))
+            entries["finish_reason"] = NonTensorData(answer.finish_reason, batch_size=())
         if answer is not None and answer.token_versions is not None:
-            entries.set("token_versions", answer.token_versions)
-        self.data.set("collector", entries)
+            entries["token_versions"] = answer.token_versions
+        self.data.set("collector", TensorDict._new_unsafe(entries, torch.Size(())))
         if answer is not None:
             _agree(self.data, answer.policy_version, answer.policy_version_end)
         return self.data
