@@ -17,14 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import PATIENCE, assert_conserved, assert_settled, ids
+from fakes import PATIENCE, EndAfter, Gate, ScriptedEnv, assert_conserved, assert_settled, ids
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from telling_weights import perturbed, telling, token_of, vllm_policy
 from tensordict import TensorDictBase
-from test_groups import Answered
+from test_groups import Answered, Slow
 from test_lag import Module, weights
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper, vLLMWrapper
 
 from torchrl_llm import CollectorError, LLMCollector, PromptSource
+from torchrl_llm.policies.engine import acquire
 
 STEPS, TRAJECTORIES, GROUPS = "steps_per_batch", "trajectories_per_batch", "groups_per_batch"
 
@@ -204,7 +208,7 @@ class Play:
         elif self.it.way == "queue":
             target = Watched(self, maxsize=1)
             self.collector.start(target)
-            while (batch := target.get(timeout=2 * PATIENCE)) is not None:
+            while target.get(timeout=2 * PATIENCE) is not None:
                 assert_conserved(self.collector.stats())
                 if self.it.slow:
                     time.sleep(self.chances.seconds(0.01))
@@ -335,3 +339,364 @@ def test_whatever_happens_the_books_are_right_and_what_is_delivered_is_whole_and
 
 
 __all__ = ["Play", "Scenario", "pytest", "torch"]
+
+
+# What the scenarios have found, and what they cannot see
+
+
+def test_a_group_of_which_several_members_fail_at_once_is_counted_as_failed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three rows of one environment hold one group."""
+    monkeypatch.setattr("torchrl_llm.launches.MAX_TRIES", 1)
+    broken = {"q1"}
+
+    def on_step(prompts: list[str]) -> None:
+        if broken & set(prompts):
+            raise OSError("gone")
+
+    source = PromptSource(["q0", "q1", "q2"], repeats=3, epochs=1)
+    envs = [source.env(lambda: Answered(3, on_step=on_step)) for _ in range(2)]
+    with LLMCollector(envs, lambda: Module(), groups_per_batch=1, on_error="restart") as collector:
+        found = [int(batch[0]["collector", "group_id"]) for batch in collector]
+        stats = collector.stats()
+    assert found == [0, 2]
+    assert (stats["groups"], stats["groups_failed"]) == (2, 1)
+    assert_settled(stats)
+    assert source.state_dict()["held"] == []
+
+
+def test_running_members_of_a_group_that_is_given_up_do_not_count_as_failures_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchrl_llm.launches.MAX_TRIES", 1)
+    gate = Gate()
+
+    def on_step(prompts: list[str]) -> None:
+        if prompts == ["q0"]:
+            if next(count) == 0:
+                gate()  # the first member is under way until the group has been given up
+            raise OSError("gone")
+
+    count = itertools.count()
+    source = PromptSource(["q0", "q1"], repeats=2, epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, on_step=on_step)),
+        lambda: Module(),
+        num_envs=2,
+        groups_per_batch=1,
+        env_threads=2,
+        on_error="restart",
+    ) as collector:
+        reader: list[Any] = []
+        thread = threading.Thread(target=lambda: reader.extend(collector))
+        thread.start()
+        while not collector.stats()["groups_failed"] and thread.is_alive():
+            time.sleep(0.001)
+        gate.open()
+        thread.join(PATIENCE)
+        stats = collector.stats()
+    assert stats["groups_failed"] == 1
+    assert [int(batch[0]["collector", "group_id"]) for batch in reader] == [1]
+    assert_settled(stats)
+
+
+@pytest.mark.parametrize("unit", [STEPS, TRAJECTORIES])
+def test_a_batch_that_is_taken_back_is_not_changed_twice_by_postproc(unit: str) -> None:
+    collector: LLMCollector
+    seen: list[int] = []
+
+    def double(batch: TensorDictBase) -> TensorDictBase:
+        seen.append(len(batch))
+        for row in batch.unbind(0):
+            row["next", "reward"] *= 2
+        if len(seen) == 2:
+            collector.update_policy_weights_(weights(1))  # by which the batch is too old for its delivery
+        return batch
+
+    source = PromptSource(["q0", "q1", "q2", "q3"], epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1)), Module(), postproc=double, max_policy_lag=0, **{unit: 2}
+    ) as collector:
+        rows = [row for batch in collector for row in batch.unbind(0)]
+        stats = collector.stats()
+    assert len(seen) == 3 and stats["turns_dropped"] == stats["recorded_by_reason"]["stale"] == 2
+    assert [row["text"] for row in rows] == ["q0", "q1", "q2", "q3"]
+    assert [row["next", "reward"].item() for row in rows] == [2.0] * 4
+    assert [int(row["answer"]) for row in rows] == [0, 0, 1, 1]
+    assert_settled(stats)
+
+
+def test_what_postproc_changes_in_rows_that_stay_young_is_changed_once() -> None:
+    """With a lag of 1 a batch of versions 0 and 1 comes back when version 2 is there; its younger rows stay."""
+    collector: LLMCollector
+    calls = itertools.count()
+
+    def double(batch: TensorDictBase) -> TensorDictBase:
+        for row in batch.unbind(0):
+            row["next", "reward"] *= 2
+        if next(calls) == 0:
+            collector.update_policy_weights_(weights(2))
+        return batch
+
+    def on_step(prompts: list[str]) -> None:
+        if prompts == ["q1"] and collector.policy_version == 0:
+            collector.update_policy_weights_(weights(1))
+
+    source = PromptSource(["q0", "q1", "q2", "q3"], epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, on_step=on_step)),
+        Module(),
+        postproc=double,
+        max_policy_lag=1,
+        steps_per_batch=3,
+    ) as collector:
+        rows = [row for batch in collector for row in batch.unbind(0)]
+        stats = collector.stats()
+    assert stats["stale_turns"] == 2
+    assert sorted(row["text"] for row in rows) == ["q0", "q1", "q2", "q3"]
+    assert [row["next", "reward"].item() for row in rows] == [2.0] * 4
+    assert_settled(stats)
+
+
+def test_a_batch_that_is_taken_back_ends_no_surplus() -> None:
+    """What is under way beyond a batch is ended when the batch is delivered, and not before."""
+    collector: LLMCollector
+    calls = itertools.count()
+
+    def update_at_first(batch: TensorDictBase) -> TensorDictBase:
+        if next(calls) == 0:
+            collector.update_policy_weights_(weights(1))
+        return batch
+
+    slow = Slow("q2")
+    source = PromptSource(["q0", "q1", "q2"], epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, on_step=slow)),
+        Module(),
+        num_envs=3,
+        groups_per_batch=1,
+        oversample=2,
+        keep_surplus=False,
+        env_threads=3,
+        postproc=update_at_first,
+        max_policy_lag=0,
+    ) as collector:
+        batch = next(collector)
+        stats = collector.stats()
+        assert (stats["groups"], int(batch[0]["answer"])) == (1, 1)
+        # Counted for the batch that was delivered only: at most the two others that were under way then.
+        assert stats["groups_surplus"] <= 2
+        slow.go.set()
+        rest = list(collector)
+    assert len(rest) == 2
+    assert_settled(collector.stats())
+
+
+@pytest.mark.parametrize("unit", [TRAJECTORIES, GROUPS])
+def test_with_no_lag_at_all_a_wide_environment_gets_all_that_the_batch_needs_at_once(unit: str) -> None:
+    """Members of groups that are open count once, with their group."""
+    source = PromptSource([f"q{index}" for index in range(12)], repeats=4, epochs=1)
+    size = {TRAJECTORIES: 8, GROUPS: 2}[unit]
+    with LLMCollector(source.env(lambda: Answered(16)), Module(), max_policy_lag=0, **{unit: size}) as collector:
+        for delivered in (8, 16, 24):
+            assert len(next(collector)) == 8
+            assert collector.stats()["launched"] == delivered
+
+
+def test_the_window_holds_for_the_repeats_of_a_prompt_too() -> None:
+    """Without groups per batch nothing obliges a member of a group to begin."""
+    slow = Slow("q0")
+    first = iter([["q0"]])
+
+    def on_step(prompts: list[str]) -> None:
+        if next(first, None) is not None:
+            slow(prompts)
+
+    source = PromptSource(["q0", "q1"], repeats=40, epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, on_step=on_step)),
+        Module(),
+        num_envs=3,
+        env_threads=3,
+        trajectories_per_batch=1,
+        window=4,
+    ) as collector:
+        target: queue.Queue[Any] = queue.Queue()
+        collector.start(target)
+        assert slow.reached.acquire(timeout=PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while collector.stats()["turns_pending"] < 4:
+            assert time.monotonic() < deadline
+        time.sleep(0.2)
+        assert collector.stats()["launched"] <= 1 + 4 + 2
+        slow.go.set()
+        assert collector.join(PATIENCE)
+    assert collector.stats()["delivered"] == 80
+
+
+# Updates, and policies that come and go
+
+
+def test_an_update_while_a_policy_is_rebuilt_reaches_the_new_one() -> None:
+    built = itertools.count()
+    gate = Gate()
+
+    class Breaking(Module):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            if self.breaks:
+                raise OSError("gone")
+            return super().forward(td)
+
+    def make_policy() -> Module:
+        policy = Breaking()
+        policy.breaks = next(built) == 0
+        if not policy.breaks:
+            gate()
+        return policy
+
+    source = PromptSource(["q0"], epochs=1)
+    with LLMCollector(source.env(lambda: Answered(1)), make_policy, steps_per_batch=1, on_error="restart") as collector:
+        target: queue.Queue[Any] = queue.Queue()
+        collector.start(target)
+        gate.wait()
+        collector.update_policy_weights_(weights(7), version=7)
+        gate.open()
+        batch = target.get(timeout=PATIENCE)
+        assert (batch[0]["answer"], int(batch[0]["collector", "policy_version"])) == ("7", 7)
+        assert collector.join(PATIENCE)
+
+
+@pytest.mark.parametrize("kind", ["module", "vllm"])
+def test_an_update_after_the_end_does_nothing_and_says_so(kind: str, engine: Any, original: Any) -> None:
+    """A trainer beside the collector may still be at its last batches."""
+    policy, new = (Module(), weights(1)) if kind == "module" else (vllm_policy(engine, tokens=2), original)
+    env = Answered if kind == "module" else ScriptedEnv
+    source = PromptSource(["q0"], epochs=1)
+    make_env = source.env(lambda: Answered(1)) if env is Answered else (lambda: ScriptedEnv(["q0"]))
+    collector = LLMCollector(make_env, policy, steps_per_batch=1)
+    assert len(list(collector)) == 1
+    with pytest.warns(RuntimeWarning, match="has come to its end, and its policies with it: no weights were updated"):
+        collector.update_policy_weights_(new)
+    assert collector.policy_version == 0
+    collector.shutdown()
+    with pytest.raises(CollectorError, match="was shut down"):
+        collector.update_policy_weights_(new)
+
+
+LIMIT = 2.0
+
+
+@pytest.mark.parametrize("how", ["sleep", "wait"])
+def test_a_request_that_is_held_is_not_slow(how: str, engine: Any) -> None:
+    """While an engine sleeps, or lets nothing in before a switch of weights, the clocks of requests stand still."""
+    envs = [ScriptedEnv() for _ in range(3)]
+    with LLMCollector(
+        envs, vllm_policy(engine, tokens=20), steps_per_batch=3, max_turn_seconds=LIMIT, max_trajectory_seconds=LIMIT
+    ) as collector:
+        target: queue.Queue[Any] = queue.Queue(1)
+        if how == "sleep":
+            collector.start(target)
+            target.get(timeout=PATIENCE)
+            collector.sleep()
+        else:
+            hold = acquire(engine).hold("wait")
+            hold.wait()
+            collector.start(target)
+        time.sleep(1.5 * LIMIT)
+        if how == "sleep":
+            collector.wake_up()
+        else:
+            hold.release()
+        for _ in range(4):
+            for row in target.get(timeout=PATIENCE).unbind(0):
+                assert len(row["tokens"].response) == 20 and not bool(row["next", "truncated"].any())
+        assert collector.stats()["timeouts"] == 0
+    if how == "wait":
+        acquire(engine).release(0.0)
+
+
+# Real engines
+
+
+def prompts_env(turns: int) -> Any:
+    return ChatEnv(batch_size=(1,)).append_transform(EndAfter(turns))
+
+
+def history_policy(kind: str, engine: Any, model: Any, tokenizer: Any, tokens: int) -> Any:
+    if kind == "vllm":
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+        return vLLMWrapper(engine, tokenizer=tokenizer, input_mode="history", generate_kwargs=options)
+    options = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    return TransformersWrapper(model, tokenizer=tokenizer, input_mode="history", generate_kwargs=options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("vllm", "continue"), ("vllm", "wait"), ("vllm", "restart"), ("transformers", "continue")]
+)
+def test_groups_of_real_engines_are_whole_young_and_tell_their_versions_while_a_trainer_updates(
+    kind: str, mode: str, engine: Any, original: Any, tokenizer: Any
+) -> None:
+    """The weights of version v emit token v only; the prefix cache is on."""
+    if kind == "vllm":
+        assert engine.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    turns, repeats, tokens = 2, 3, 24
+    source = PromptSource([{"query": f"question {index} " * 8} for index in range(400)], repeats=repeats, epochs=1)
+    policy = history_policy(kind, engine, perturbed(original, 0), tokenizer, tokens)
+    ages: list[int] = []
+    rows: list[Any] = []
+    over = threading.Event()
+
+    class Target(queue.Queue[Any]):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item, block, timeout)
+            if item is not None:
+                firsts = [row for row in item.unbind(0) if int(row["collector", "step"]) == 0]
+                ages.append(collector.policy_version - min(ids(firsts, "policy_version")))
+
+    with LLMCollector(
+        source.env(lambda: prompts_env(turns)),
+        policy,
+        num_envs=6,
+        groups_per_batch=2,
+        max_policy_lag=1,
+        update_mode=mode,
+        track_token_versions=True,
+    ) as collector:
+        collector.update_policy_weights_(telling(original, 1))
+
+        def train() -> None:
+            version = 1
+            while not over.wait(0.05 if kind == "vllm" else 0.3) and version < 60:
+                version += 1
+                collector.update_policy_weights_(telling(original, version))
+
+        trainer = threading.Thread(target=train)
+        target = Target(1)
+        collector.start(target)
+        trainer.start()
+        try:
+            for _ in range(8):
+                batch = target.get(timeout=2 * PATIENCE)
+                assert_conserved(collector.stats())
+                rows += batch.unbind(0)
+                assert len(set(ids(batch.unbind(0), "group_id"))) == 2
+        finally:
+            over.set()
+            trainer.join()
+        stats = collector.stats()
+    assert len(rows) == 8 * 2 * repeats * turns
+    for start in range(0, len(rows), repeats * turns):
+        group = rows[start : start + repeats * turns]
+        assert len(set(ids(group, "group_id"))) == 1
+        assert ids(group, "group_index") == [index for index in range(repeats) for _ in range(turns)]
+        assert ids(group, "step") == list(range(turns)) * repeats
+    for row in rows:
+        versions = row["collector", "token_versions"].tolist()
+        assert row["tokens"].response.tolist() == [token_of(version) for version in versions]
+        begin, end = int(row["collector", "policy_version"]), int(row["collector", "policy_version_end"])
+        assert versions == sorted(versions) and (versions[0], versions[-1]) == (begin, end)
+        assert begin == end or mode == "continue"
+    assert len(ages) >= 8 and max(ages) <= 1
+    assert stats["weight_updates"] > 1 and len({int(row["collector", "policy_version"]) for row in rows}) > 1
+    assert_settled(collector.stats())

@@ -248,7 +248,7 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
             "limits": limits,
         }
         changing = None if max_policy_lag is None else parts.weights.changing
-        finish = BatchFinish(self)
+        finish = BatchFinish(self, max_policy_lag is not None)
         self._collection = Collection(parts.rollout, parts.control, parts.ledger, finish, sink, changing)
         self._sink = sink
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)
@@ -356,6 +356,7 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         if len(constructors) < len(self._constructors):
             raise TypeError("evaluate() builds environments of its own: pass constructors as env=, not instances")
         check_int("n", n, "an int of at least 1", minimum=1)
+        self._weights.asleep.check_ready()
         seed, collection = self._launches.seed, self._collection
         return evaluate(
             prompts, n=n, key=key, constructors=constructors, seed=seed, collection=collection, **self._evaluation

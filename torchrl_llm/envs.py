@@ -51,6 +51,7 @@ class Row:
     abandoned: str | None = None
     timed_out: bool = False
     due: float = math.inf
+    held: float = 0.0
 
     def clear(self) -> None:
         """Makes the row free for a new trajectory."""

@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 
 
 class BatchFinish:
-    """Stacks turns and runs the collector's ``postproc`` and hooks, without keeping the collector alive."""
+    """Stacks turns and runs the collector's ``postproc`` and hooks, without keeping the collector alive.
 
-    def __init__(self, collector: LLMCollector) -> None:
+    Args:
+        collector: whose.
+        may_come_back: whether a batch may be taken back after this, when it has become too old for its delivery. What
+            the user's functions get is then a copy, or what they change would be changed twice.
+    """
+
+    def __init__(self, collector: LLMCollector, may_come_back: bool = False) -> None:
         self._collector = weakref.ref(collector)
         self._postproc = collector.postproc
+        self._may_come_back = may_come_back
 
     @property
     def looks(self) -> bool:
@@ -33,6 +40,8 @@ class BatchFinish:
     def __call__(self, turns: list[Turn]) -> TensorDictBase | None:
         """The batch as it is to be delivered; ``None`` for nothing. Raises what the user's functions raise."""
         batch = stack_turns(turns)
+        if self._may_come_back and self.looks:
+            batch = batch.clone()
         finished = batch if self._postproc is None else self._postproc(batch)
         if finished is not None and not isinstance(finished, TensorDictBase):
             raise CollectorError(f"postproc returned {type(finished).__name__}; a TensorDict or None is needed")

@@ -133,10 +133,10 @@ class Launches:
         within = self._budget.may_begin(self._ledger.turns_kept, begun + unparked, new)
         if not new:
             return within and self._in_time(begun, new, unparked)
-        if slot.source is not None and slot.source.pending:
-            # A group that was begun may always be completed.
-            return self._plan.groups or (within and self._in_time(begun, new, unparked))
-        if self._source_of(slot) in self._dry or not within:
+        pending = slot.source is not None and slot.source.pending > 0
+        if pending and self._plan.groups:
+            return True  # A group that was begun may always be completed.
+        if not within or (not pending and self._source_of(slot) in self._dry):
             return False
         return self._has_room() and self._in_time(begun, new, unparked)
 
@@ -172,9 +172,9 @@ class Launches:
         slot.reserved = []
         index = self._source_of(slot)
         while len(slot.reserved) < free:
-            owed = slot.source.pending
-            if not owed and slot.reserved and not (self._has_room() and self._in_time(begun, True, len(slot.reserved))):
+            if slot.reserved and not self.may_begin(begun + len(slot.reserved), True, slot):
                 break
+            owed = slot.source.pending if self._plan.groups else 1
             taken = slot.source.take(min(free - len(slot.reserved), owed or 1))
             if not taken:
                 self._dry.add(index)
@@ -322,8 +322,8 @@ class Launches:
         elif not self._units.unwanted_in_row:
             self._warn_at = FILTERED_IN_ROW
 
-    def batch_made(self) -> None:
-        """A batch is full: what is under way beyond it goes on, or is to be ended."""
+    def _end_surplus(self) -> None:
+        """What is under way beyond a batch that was delivered is to be ended."""
         if self._units is not None and not self._plan.keep_surplus:
             for unit in self._units.open_units():
                 if unit not in self._to_end:
@@ -374,6 +374,7 @@ class Launches:
             source.delivered(member.group_id, member.index)
         if self._plan.groups:
             self._ledger.group("delivered", len({turn.trajectory.unit for turn in turns}))
+            self._end_surplus()
 
     def _members(self, turns: list[Turn]) -> list[tuple[Prompts, Member]]:
         """The members whose trajectories end in ``turns``, with their sources; their tries are forgotten."""

@@ -23,13 +23,14 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_llm.batches import Turn, ended_trajectories
+from torchrl_llm.batches import Turn
 from torchrl_llm.busy import thread_name, warn_busy
 from torchrl_llm.control import Control, Stopped
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.handover import END, FULL_QUEUE_SECONDS, Handover
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.rollout import Rollout
-from torchrl_llm.sinks import ANY_TIME, Delivery, Sink
+from torchrl_llm.sinks import Sink
 
 logger = logging.getLogger("torchrl_llm")
 
@@ -37,15 +38,8 @@ logger = logging.getLogger("torchrl_llm")
 SHUTDOWN_SECONDS = 30.0
 # How long threads get to end when the collection finishes or fails by itself.
 RELEASE_SECONDS = 5.0
-# How long a shutdown waits for room in a full queue: nobody may be reading any more.
-FULL_QUEUE_SECONDS = 1.0
 # How long past its deadline a shutdown waits for a driving thread that is closing down already.
 CLOSING_SECONDS = 1.0
-
-# How long a full queue may keep a weight update from ending, when what is delivered may become too old by that.
-CHANGING_POLL_SECONDS = 0.01
-
-END = object()
 
 
 class Collection:
@@ -69,11 +63,10 @@ class Collection:
         sink: Sink | None,
         changing: AbstractContextManager[Any] | None = None,
     ) -> None:
-        self._changing = changing
         self._rollout = rollout
         self._control = control
         self._ledger = ledger
-        self._finish_batch = finish_batch
+        self._handover = Handover(rollout, control, ledger, finish_batch, changing)
         self._sink = sink
         self._changed = threading.Condition()
         self._guests: list[Control] = []
@@ -144,7 +137,7 @@ class Collection:
     def _drive_once(self) -> Any:
         try:
             with self._control.driving():
-                batch = self._next()
+                batch = self._handover.next_batch(self._sink, lambda: self._deadline)
         except Stopped:
             self._close()
             raise CollectorError("the collector was shut down while it was being read") from None
@@ -159,48 +152,6 @@ class Collection:
         if batch is END:
             self._end(None)
         return batch
-
-    def _next(self) -> Any:
-        while True:
-            turns = self._rollout.next_batch()
-            if turns is None:
-                return END
-            batch = self._make_batch(turns)
-            if batch is None:
-                continue
-            delivery = self._delivery(turns)
-            if self._sink is not None:
-                try:
-                    if not self._sink.write(batch, self._control, delivery):
-                        continue
-                except Stopped:
-                    self._last_chance(self._sink, turns, batch)
-                    raise
-                batch = None
-            elif not delivery.fresh():
-                continue
-            self._deliver(turns)
-            return batch
-
-    def _delivery(self, turns: list[Turn]) -> Delivery:
-        if self._changing is None:
-            return ANY_TIME
-        return Delivery(lambda: self._rollout.fresh(turns), self._changing, poll=CHANGING_POLL_SECONDS)
-
-    def _make_batch(self, turns: list[Turn]) -> TensorDictBase | None:
-        try:
-            batch = self._finish_batch(turns)
-        except Exception as error:
-            self._ledger.drop(len(turns), ended_trajectories(turns), "postproc_failed")
-            raise CollectorError(f"postproc failed: {type(error).__name__}: {error}") from error
-        if batch is None:
-            self._ledger.drop(len(turns), ended_trajectories(turns), "postproc_kept")
-            self._rollout.delivered(turns)
-        return batch
-
-    def _deliver(self, turns: list[Turn]) -> None:
-        self._ledger.deliver(len(turns), ended_trajectories(turns))
-        self._rollout.delivered(turns)
 
     # Running in the background
 
@@ -330,7 +281,7 @@ class Collection:
         try:
             if self._sink is not None:
                 try:
-                    self._write_rest(self._sink, room_until)
+                    self._handover.write_rest(self._sink, room_until)
                 finally:
                     self._sink.end(self._control, room_until)
         except CollectorError as error:
@@ -338,26 +289,6 @@ class Collection:
             self._keep_error(error)
         finally:
             self._release("shutdown", self._deadline)
-
-    def _write_rest(self, sink: Sink, room_until: float) -> None:
-        while turns := self._rollout.flush():
-            batch = self._make_batch(turns)
-            if batch is None:
-                continue
-            if sink.write_last(batch, room_until):
-                self._deliver(turns)
-            else:
-                self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
-
-    def _last_chance(self, sink: Sink, turns: list[Turn], batch: TensorDictBase) -> None:
-        """Offers a batch that a full queue did not take once more, when the collection stops."""
-        if not self._delivery(turns).fresh():
-            return  # It was taken back.
-        if sink.write_last(batch, min(self._deadline, time.monotonic() + FULL_QUEUE_SECONDS)):
-            self._deliver(turns)
-        else:
-            logger.warning("shutdown: the queue stayed full, %d finished turns were not delivered", len(turns))
-            self._ledger.drop(len(turns), ended_trajectories(turns), "shutdown")
 
     def linger(self) -> None:
         """When the data end nothing is let go until :meth:`shutdown`; if they had ended, there are more."""

@@ -201,7 +201,7 @@ class RayCollector(LLMCollector):
         self._ledger = books  # type: ignore[assignment]
         self._control = control
         changing = None if lag is None else weights.changing
-        finish = _RayFinish(BatchFinish(self), self._rollout)
+        finish = _RayFinish(BatchFinish(self, lag is not None), self._rollout)
         self._collection = Collection(self._rollout, control, books, finish, self._sink, changing)  # type: ignore[arg-type]
         self._rollout.send_to(self._sink)
         self._finalizer = weakref.finalize(self, self._collection.shutdown, EXIT_SECONDS)

@@ -107,8 +107,6 @@ class Rollout:
             self._stale.drop()
             batch = self._batcher.pop(left)
             if batch is not None:
-                self.launches.batch_made()
-                self._end_units()
                 return batch
             if self.failures.fatal is not None:
                 rest = self._batcher.flush()
@@ -342,6 +340,7 @@ class Rollout:
     def delivered(self, turns: list[Turn]) -> None:
         """Turns have reached the reader, or whatever took them in his place."""
         self.launches.delivered(turns)
+        self._end_units()
 
     def _step(self, slot: Slot) -> None:
         if self.failures.fatal is not None:

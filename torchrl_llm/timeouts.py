@@ -25,6 +25,9 @@ from torchrl_llm.policies.runner import Ticket
 if TYPE_CHECKING:
     from torchrl_llm.rollout import Rollout
 
+# How often a request that is held is looked at again, at most.
+HELD_POLL_SECONDS = 0.05
+
 logger = logging.getLogger("torchrl_llm")
 
 
@@ -48,7 +51,7 @@ class Timeouts:
         now = self.deadlines.now()
         if row.trajectory.turns == 0:
             row.trajectory.due = now + self.limits.trajectory
-        row.due = min(now + self.limits.turn, row.trajectory.due)
+        row.due, row.held = min(now + self.limits.turn, row.trajectory.due), 0.0
         assert row.ticket is not None
         self.deadlines.set(row.ticket, row.due)
 
@@ -74,13 +77,26 @@ class Timeouts:
             return
         slot = rollout.slots[late.env_id]
         row = slot.rows[late.row]
-        if row.ticket is not late:
+        if row.ticket is not late or self._was_held(row, late):
             return
         self._ledger.timeout("generation")
         if self.limits.deliver:
             self._cut(row, late)
         else:
             rollout.abandon(slot, row, "timed_out")
+
+    def _was_held(self, row: Row, ticket: Ticket) -> bool:
+        """Gives a request back the time for which weights were switched or the engine slept; whether there was any."""
+        assert ticket.runner is not None and row.trajectory is not None
+        more = max(0.0, ticket.runner.held_seconds(ticket) - row.held)
+        row.held += more
+        row.due += more
+        row.trajectory.due += more
+        now = self.deadlines.now()
+        if row.due <= now:
+            return False
+        self.deadlines.set(ticket, max(row.due, now + HELD_POLL_SECONDS))
+        return True
 
     def _cut(self, row: Row, ticket: Ticket) -> None:
         assert ticket.runner is not None

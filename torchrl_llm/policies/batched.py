@@ -81,6 +81,10 @@ class BatchedRunner:
         """Never: the weights are switched between two calls."""
         return None
 
+    def held_seconds(self, ticket: Ticket) -> float:
+        """None to speak of: weights are copied between two calls, and only engines sleep."""
+        return 0.0
+
     def hold(self, mode: str) -> Hold:
         """Brings the thread to rest between two calls of the policy; returns at once, see :class:`Hold`."""
         if threading.current_thread() is self._thread:

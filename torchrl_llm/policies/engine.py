@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.rests import Held, Rests
 from torchrl_llm.policies.versions import TokenVersions
 
 Callback = Callable[[Any, Exception | None], None]
@@ -58,6 +59,7 @@ class Request:
     versions: TokenVersions = field(default_factory=TokenVersions)
     on_restart: Callable[[int], None] | None = None
     cut: bool = False
+    held: Held | None = None
 
 
 class EngineThread:
@@ -78,6 +80,7 @@ class EngineThread:
         self._draining: deque[Hold] = deque()
         self._kept_back: dict[str, Request] = {}
         self._ended = False
+        self.rests = Rests()
         self.version = 0
         self.adapter: Any = None
         self.holders = 0
@@ -185,6 +188,8 @@ class EngineThread:
             request.callback(None, error)
         else:
             self._requests[request.id] = request
+            if request.held is not None:
+                request.held.entered()
             if request.cut:
                 self._cut(request.id)
 
@@ -238,7 +243,8 @@ class EngineThread:
         if self.dead is not None:
             hold.give_up(self.dead)
             return
-        hold.rest()
+        with self.rests.resting():
+            hold.rest()
         try:
             self._go_on_stepping()
         except Exception as error:

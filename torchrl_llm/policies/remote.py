@@ -21,6 +21,7 @@ from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
 from torchrl_llm.policies.remote_calls import Answer, Call
 from torchrl_llm.policies.remote_engine import acquire
+from torchrl_llm.policies.rests import Held
 from torchrl_llm.policies.runner import Post, Response, Ticket
 from torchrl_llm.policies.vllm import engine_params
 from torchrl_llm.policies.vllm_outputs import seeded
@@ -66,6 +67,7 @@ class RemoteRunner:
             seeded(self._params, ticket),
             lambda answer, error: self._answer(ticket, request, answer, error),
             self._discarded,
+            held=Held(self._engine.rests),
         )
         with self._lock:
             self._in_flight[ticket] = call
@@ -89,6 +91,12 @@ class RemoteRunner:
         with self._lock:
             call = self._in_flight.get(ticket)
         return None if call is None else call.began(self._engine.version)
+
+    def held_seconds(self, ticket: Ticket) -> float:
+        """See :meth:`Runner.held_seconds`."""
+        with self._lock:
+            call = self._in_flight.get(ticket)
+        return 0.0 if call is None or call.held is None else call.held.seconds()
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`. An actor whose ``generate`` is no coroutine works on to the end of the call."""

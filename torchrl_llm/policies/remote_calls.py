@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchrl_llm.policies.outputs import Completion
+from torchrl_llm.policies.rests import Held
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Call:
         on_discard: called with the number of tokens that were thrown away, when the call begins anew.
         parts: what was made before interruptions.
         sent_with: version of the weights when the call was sent; ``None`` while it is kept back.
+        held: for how long it was.
     """
 
     prompt: list[int]
@@ -68,6 +70,7 @@ class Call:
     on_discard: Callable[[int], None]
     parts: list[Part] = field(default_factory=list)
     sent_with: int | None = None
+    held: Held | None = None
 
     def began(self, current: int) -> int | None:
         """The version that made the first token, if it is another than ``current``; may be read by any thread."""

@@ -27,6 +27,7 @@ from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.outputs import Completion
 from torchrl_llm.policies.remote_access import Access, make_access
 from torchrl_llm.policies.remote_calls import Call, Part, can_go_on
+from torchrl_llm.policies.rests import Rests
 from torchrl_llm.policies.vllm_outputs import completion_of
 
 _engines: dict[int, RemoteEngine] = {}
@@ -77,6 +78,7 @@ class RemoteEngine:
         self.access: Access = make_access(model)
         self.name = self.access.name
         self.version = 0
+        self.rests = Rests()
         self.holders = 0
         self.closed = False
         self.dead: Exception | None = None
@@ -202,6 +204,8 @@ class RemoteEngine:
             call.callback(None, error)
             return
         call.sent_with = self.version
+        if call.held is not None:
+            call.held.entered()
         self._in_flight[call] = attempt
         # Ray's own thread calls back, also if the engine dies or Ray is shut down.
         result.add_done_callback(lambda done: self._command(lambda: self._returned(attempt, done)))
@@ -264,7 +268,8 @@ class RemoteEngine:
                 self._pause()
                 self._holds.popleft()
                 self._approaching = False
-                hold.rest()
+                with self.rests.resting():
+                    hold.rest()
                 if self._paused:
                     self._paused = False
                     self.access.resume()

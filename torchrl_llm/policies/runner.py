@@ -113,6 +113,9 @@ class Runner(Protocol):
     def began(self, ticket: Ticket) -> int | None:
         """The version with which a request's response began, if the weights have changed since then."""
 
+    def held_seconds(self, ticket: Ticket) -> float:
+        """How long a request has waited for a switch of weights or a sleeping engine, through no fault of its own."""
+
     def submit(self, ticket: Ticket, request: Any) -> None:
         """Takes a request; the answer comes as a :class:`Response`. Never blocks."""
 

@@ -22,6 +22,7 @@ from torchrl_llm.policies.observations import PromptMaker
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.outputs import respond
 from torchrl_llm.policies.prompts import Carry, Prompt
+from torchrl_llm.policies.rests import Held
 from torchrl_llm.policies.runner import Post, Response, Ticket
 from torchrl_llm.policies.versions import TokenVersions
 from torchrl_llm.policies.vllm_outputs import completion_of, seeded
@@ -70,6 +71,7 @@ class ContinuousRunner:
             lambda output, error: self._answer(ticket, request, versions, output, error),
             versions,
             self._discarded,
+            held=Held(self._engine.rests),
         )
         with self._lock:
             self._in_flight[ticket] = entering
@@ -80,6 +82,12 @@ class ContinuousRunner:
         with self._lock:
             request = self._in_flight.get(ticket)
         return None if request is None else request.versions.began()
+
+    def held_seconds(self, ticket: Ticket) -> float:
+        """See :meth:`Runner.held_seconds`."""
+        with self._lock:
+            request = self._in_flight.get(ticket)
+        return 0.0 if request is None or request.held is None else request.held.seconds()
 
     @property
     def version(self) -> int:

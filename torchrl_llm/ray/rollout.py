@@ -221,6 +221,7 @@ class RayRollout:
             self._finish()
         while (arrival := self._fleet.next_arrival()) is not None:
             self._add(arrival)
+        self._stale.drop()
         return self._batcher.flush()
 
     def close(self, deadline: float) -> list[str]:
