@@ -157,3 +157,25 @@ def test_what_cannot_be_evaluated_says_so() -> None:
         with pytest.raises(CollectorError, match=r"env.step failed: ValueError"):
             collector.evaluate(["not a number"])
         check(collector.evaluate([d["query"] for d in EVALUATED]), 1)
+
+
+def test_a_collector_that_serves_answers_after_its_data_have_ended_and_goes_on_when_there_are_more() -> None:
+    source = PromptSource(prompts(3), epochs=1)
+    [held] = source.take(1)
+    target: queue.Queue[Any] = queue.Queue()
+    with LLMCollector(source.env(Answered), echo, trajectories_per_batch=1) as collector:
+
+        def serve() -> list[str]:
+            collector._serve(target)
+            found = [batch[0]["text"] for batch in iter(lambda: target.get(timeout=PATIENCE), None)]
+            assert collector.join(PATIENCE)
+            return found
+
+        assert serve() == ["q1", "q2"]
+        assert [row["text"] for row in collector.evaluate(["e0"]).unbind(0)] == ["e0"]
+        assert serve() == []
+        source.returned(held.group_id, held.index)
+        assert serve() == ["q0"]
+        assert_conserved(collector.stats())
+    assert_settled(collector.stats())
+    assert collector.stats()["delivered"] == 3

@@ -163,6 +163,28 @@ def test_a_new_cluster_goes_on_from_a_saved_state(ray_cluster: Any, affinity: bo
     assert not set(ids(rows, "traj_ids")) & set(ids(rest, "traj_ids"))
 
 
+def test_a_state_that_is_saved_right_after_a_worker_was_killed_loses_nothing(ray_cluster: Any, tmp_path: Path) -> None:
+    hold = wait_in_step(tmp_path, "q3")
+    target: queue.Queue[Any] = queue.Queue()
+    rows: list[Any] = []
+    with build(on_step=lambda texts: hold(texts)) as first:
+        first.start(target)
+        wait_for(tmp_path / "reached")
+        os.kill(int((tmp_path / "reached").read_text()), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        with first.pause():
+            state = first.state_dict()
+            while not target.empty():
+                rows += target.get().unbind(0)
+        # What is delivered from here on comes again.
+    with build(on_step=lambda texts: hold(texts)) as second:
+        second.load_state_dict(state)
+        rest = [row for batch in second for row in batch.unbind(0)]
+        assert second.stats()["delivered"] == 24
+    assert members(rows + rest) == every_member()
+    assert not set(ids(rows, "traj_ids")) & set(ids(rest, "traj_ids"))
+
+
 def test_what_is_wrong_is_said_on_the_driver() -> None:
     with pytest.raises(ValueError, match="groups_per_batch=2 is not allowed here: environments that are not bound"):
         LLMCollector(Answered, echo, groups_per_batch=2, backend="ray")
