@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,3 +240,16 @@ def test_what_is_too_old_is_expelled_whole_groups_and_members_of_open_ones(order
     batcher.put_back(batch)
     assert batcher.pop(None) == batch
     assert batcher.under_way == 1 and batcher.waiting == 0
+
+
+def test_turns_that_came_from_a_worker_are_expelled_by_their_version_too() -> None:
+    from torchrl_llm.ray.rollout import ArrivedTurn
+
+    batcher = UnitBatcher(1, "launch")
+    for unit, version in ((0, 0), (1, 1)):
+        batcher.open(unit, 1)
+        trajectory = Trajectory(unit, 0, 0, unit=unit)
+        head: Any = SimpleNamespace(step=0, done=True, policy_version=version)
+        batcher.add(ArrivedTurn(trajectory, head, None, 0))  # type: ignore[arg-type]
+    assert [turn.trajectory.unit for turn in batcher.expel(lambda version: version < 1)] == [0]
+    assert [turn.trajectory.unit for turn in batcher.pop(None) or ()] == [1]

@@ -95,7 +95,8 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         queue: like ``replay_buffer``, for anything with ``put(item, timeout=)``. A full queue blocks the collector.
             At the end, however it comes, one ``None`` is put.
         postproc: called with each batch; what it returns is delivered. ``None`` delivers nothing (counted in
-            :meth:`stats` under ``"postproc_kept"``).
+            :meth:`stats` under ``"postproc_kept"``). With ``max_policy_lag`` it gets a copy, and gets turns again whose
+            batch was too old in part when it was to be delivered.
         env_threads: worker threads for environments that block; 0 (default) steps them in the loop's own thread.
         max_turn_seconds: how long a turn may take, from the request to the end of the environment's step. Calls of
             environments can be given up only with ``env_threads``.
