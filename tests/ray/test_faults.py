@@ -131,10 +131,12 @@ def test_trajectory_ids_are_unique_over_workers_and_restarts_L47(ray_cluster: An
 
 
 def test_a_worker_that_dies_again_and_again_is_an_error_after_max_restarts_L47(ray_cluster: Any) -> None:
-    crash = crash_at(1)
+    crash = crash_at(2)
     collector = LLMCollector(lambda: ScriptedEnv(on_step=crash), echo, steps_per_batch=1, backend="ray", max_restarts=1)
     outcome = fakes.read_to_the_end(collector, "loop")
-    assert outcome.texts == ["q0#0", "q0#0"], "what was finished comes before the error"
+    # The third step begins when the second turn has found room, and so after the driver has the first.
+    certain = [text for text in outcome.texts if text != "q1#0"]
+    assert certain == ["q0#0", "q0#0"], "what was finished comes before the error"
     assert type(outcome.error) is WorkerError
     assert "worker 0 was lost, and was restarted 1 times before (max_restarts=1)" in str(outcome.error)
     for _ in range(2):
