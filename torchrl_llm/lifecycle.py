@@ -122,8 +122,8 @@ class Collection:
 
     @property
     def finished(self) -> bool:
-        """Whether the collection has come to its end by itself, without an error."""
-        return self._finished
+        """Whether the collection has come to its end by itself, without an error, and its policies are gone."""
+        return self._finished and not self._lingers
 
     def _raise_error(self) -> None:
         if self._error is not None:
