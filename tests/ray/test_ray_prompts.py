@@ -58,7 +58,7 @@ def test_groups_are_whole_and_an_epoch_is_one_epoch(ray_cluster: Any, affinity: 
     workers = defaultdict(set)
     for row in rows:
         workers[int(row["collector", "group_id"])].add(int(row["collector", "worker_id"]))
-    assert set.union(*workers.values()) == {0, 1}
+    assert set.union(*workers.values()) <= {0, 1}
     if affinity:
         assert all(len(found) == 1 for found in workers.values())
     assert stats["launched"] == stats["delivered"] == 24

@@ -53,7 +53,9 @@ def answers(batch: Any) -> list[tuple[int, str, int]]:
 
 @pytest.mark.parametrize("form", [dict, TensorDict, lambda named: iter(named.items())], ids=["dict", "td", "iterator"])
 def test_all_workers_switch_before_the_call_returns(ray_cluster: Any, form: Any) -> None:
-    collector = LLMCollector(ScriptedEnv, telling_policy(), steps_per_batch=2, num_workers=2, backend="ray")
+    collector = LLMCollector(
+        ScriptedEnv, telling_policy(), steps_per_batch=2, num_workers=2, ordered=True, backend="ray"
+    )
     assert isinstance(collector, RayCollector)
     with collector:
         collector.update_policy_weights_(form(weights(5)))
