@@ -58,8 +58,9 @@ def test_a_turn_at_the_reader_equals_what_the_worker_had(ray_cluster: Any) -> No
 def test_lists_are_dealt_out_and_ids_are_those_of_the_users_lists(ray_cluster: Any) -> None:
     policies = [Policy(name=str(i)) for i in range(3)]
     collector = LLMCollector(
-        prefixed("abc"), policies, route="paired", steps_per_batch=1, total_steps=60, num_workers=2, backend="ray"
-    )
+        prefixed("abc"), policies, route="paired", steps_per_batch=1, total_steps=60, num_workers=2, ordered=True,
+        backend="ray",
+    )  # fmt: skip
     assert isinstance(collector, RayCollector) and isinstance(collector, LLMCollector)
     rows = [row for batch in collector for row in batch.unbind(0)]
     seen = {
