@@ -96,10 +96,11 @@ def test_grpo_learns(tmp_path: Path) -> None:
     rows = _metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(40))
     assert rows[0].keys() == {"seed", "step", "reward", "all_right", "loss", "entropy", "seconds"}
-    assert rows[0]["entropy"] == pytest.approx(math.log(12), abs=0.2), "the model begins with all tokens alike"
+    # The mean over the first step's minibatches, in which it learns already.
+    assert 2.0 < rows[0]["entropy"] < math.log(12) + 0.01, "the model begins with all tokens nearly alike"
     first, last = _mean(rows[:5], "reward"), _mean(rows[-5:], "reward")
-    assert first < 0.12
-    assert last > 2 * first, "measured: 0.08 and 0.29 to 0.41 with three seeds"
+    assert first < 0.17
+    assert last > 2 * first, "measured: 0.08 to 0.10, and 0.29 to 0.46, in five runs"
     assert re.search(r"^seed 0: mean reward 0\.\d+ in the first 2 steps, 0\.\d+ in the last", done.stdout, re.MULTILINE)
 
 
