@@ -7,10 +7,9 @@ import threading
 from typing import Any
 
 import pytest
-from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, ids
-from fakes import echo as scripted_echo
+from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, echo, ids
 from tensordict import TensorDictBase
-from test_groups import Answered, Slow, assert_whole, echo, prompts
+from test_groups import Answered, Slow, assert_whole, prompts
 from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
@@ -143,7 +142,7 @@ def test_an_evaluation_ends_when_the_collector_is_shut_down() -> None:
 
 def test_what_cannot_be_evaluated_says_so() -> None:
     with (
-        LLMCollector(ScriptedEnv(), scripted_echo, steps_per_batch=1) as collector,
+        LLMCollector(ScriptedEnv(), echo, steps_per_batch=1) as collector,
         pytest.raises(TypeError, match=r"evaluate\(\) builds environments of its own: pass constructors"),
     ):
         collector.evaluate(["a"])

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import PATIENCE, WAYS, EndAfter, Policy, assert_conserved, assert_settled, chat_echo, ids, read_to_the_end
+from fakes import (
+    PATIENCE,
+    WAYS,
+    EndAfter,
+    Policy,
+    assert_conserved,
+    assert_settled,
+    chat_echo,
+    echo,
+    ids,
+    read_to_the_end,
+)
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import EnvBase, StepCounter, Transform
@@ -70,12 +81,6 @@ class Answered(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         pass
-
-
-def echo(td: TensorDictBase) -> TensorDictBase:
-    for row in td.unbind(0):
-        row["answer"] = "a:" + row["text"]
-    return td
 
 
 def prompts(count: int) -> list[str]:

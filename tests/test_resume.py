@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, ids
-from fakes import echo as scripted_echo
+from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, echo, ids
 from tensordict import TensorDictBase
-from test_groups import Answered, Slow, echo, prompts
+from test_groups import Answered, Slow, prompts
 
 from torchrl_llm import CollectorError, LLMCollector, PromptSource
 
@@ -104,7 +103,7 @@ def test_a_state_does_not_go_into_a_collector_that_has_begun_or_is_built_otherwi
         with pytest.raises(CollectorError, match="the collector has begun: load a state into a new one"):
             collector.load_state_dict(state)
     with (
-        LLMCollector(ScriptedEnv, scripted_echo, steps_per_batch=1) as other,
+        LLMCollector(ScriptedEnv, echo, steps_per_batch=1) as other,
         pytest.raises(ValueError, match="the state has 1 prompt sources and the collector 0"),
     ):
         other.load_state_dict(state)
@@ -122,11 +121,11 @@ def test_groups_that_were_begun_by_trajectories_are_not_completed_short() -> Non
 
 
 def test_a_collector_without_a_source_keeps_its_counters() -> None:
-    with LLMCollector(ScriptedEnv, scripted_echo, steps_per_batch=1, total_steps=6) as first:
+    with LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=6) as first:
         for _ in range(4):
             next(first)
         state = saved(first.state_dict())
-    with LLMCollector(ScriptedEnv, scripted_echo, steps_per_batch=1, total_steps=6) as second:
+    with LLMCollector(ScriptedEnv, echo, steps_per_batch=1, total_steps=6) as second:
         second.load_state_dict(state)
         assert ids([row for batch in second for row in batch.unbind(0)], "traj_ids") == [4, 5]
 
@@ -150,7 +149,8 @@ CHILD = """
 import os, random, sys
 sys.path[:0] = {paths!r}
 import torch
-from test_groups import Answered, echo
+from fakes import echo
+from test_groups import Answered
 from torchrl_llm import LLMCollector, PromptSource
 
 state_file, log_file, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torchrl.envs import EnvBase
 
+from torchrl_llm.plan import check_int
 from torchrl_llm.prompt_line import Member, PromptLine
 
 
@@ -62,13 +63,9 @@ class PromptSource:
         epochs: int | None = None,
         key: str | None = None,
     ) -> None:
-        for name, value in (("repeats", repeats), ("epochs", epochs)):
-            if value is None and name == "epochs":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is not allowed: pass an int of at least 1")
-            if value < 1:
-                raise ValueError(f"{name}={value!r} is not allowed: pass an int of at least 1")
+        check_int("repeats", repeats, "an int of at least 1", minimum=1)
+        if epochs is not None:
+            check_int("epochs", epochs, "an int of at least 1", minimum=1)
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise TypeError(f"seed={seed!r} is not allowed: pass an int, or None")
         if not isinstance(shuffle, bool):

@@ -17,16 +17,6 @@ from torchrl_llm.policies.weight_target import WeightTarget
 LEVELS = (1, 2)
 
 
-def check_level(level: Any) -> None:
-    """Refuses a level that vLLM does not have.
-
-    Raises:
-        ValueError: for any other than 1 and 2.
-    """
-    if level not in LEVELS:
-        raise ValueError(f"level={level!r} is not allowed: pass 1 (weights to CPU memory) or 2 (weights discarded)")
-
-
 class Sleep:
     """Which engines sleep, and what they need before they can go on.
 
@@ -66,6 +56,16 @@ class Sleep:
         if self._level:
             raise CollectorError("the collector's engines sleep: call wake_up() before update_policy_weights_()")
 
+    def _check_can_sleep(self, level: Any) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"level={level!r} is not allowed: pass 1 (weights to CPU memory) or 2 (weights discarded)")
+        if self._level or self._awake_without_weights:
+            raise CollectorError("the collector's engines sleep already, or have no weights yet")
+
+    def _check_asleep(self) -> None:
+        if not self._level:
+            raise CollectorError("the collector's engines do not sleep")
+
     def sleep(self, targets: list[WeightTarget], level: int) -> None:
         """Puts engines to sleep.
 
@@ -73,9 +73,7 @@ class Sleep:
             ValueError: for a level that vLLM does not have, or if no policy is a ``vllm.LLM``.
             CollectorError: if they sleep already.
         """
-        check_level(level)
-        if self._level or self._awake_without_weights:
-            raise CollectorError("the collector's engines sleep already, or have no weights yet")
+        self._check_can_sleep(level)
         engines = [target for target in targets if hasattr(target, "sleep")]
         if not engines:
             raise ValueError("no policy of the collector is a vllm.LLM that could sleep")
@@ -97,8 +95,7 @@ class Sleep:
         Raises:
             CollectorError: if they do not sleep.
         """
-        if not self._level:
-            raise CollectorError("the collector's engines do not sleep")
+        self._check_asleep()
         for target, hold in self._held.values():
             hold.run(target.wake_up)  # type: ignore[attr-defined]
         self._awake_without_weights = self._level == 2

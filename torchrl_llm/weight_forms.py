@@ -47,6 +47,17 @@ class Weights:
             self._files[names] = write_folder(named)
         return self._files[names]
 
+    def check_whole(self, policy: str) -> None:
+        """Refuses an adapter, for a policy that takes whole weights only.
+
+        Raises:
+            ValueError: if these are one.
+        """
+        if self.adapter:
+            raise ValueError(
+                f"weights={self.folder!r} is a LoRA adapter; {policy} takes whole weights: pass the merged model"
+            )
+
     def dispose(self) -> None:
         """Removes what :meth:`as_folder` wrote."""
         while self._files:

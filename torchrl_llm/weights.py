@@ -50,6 +50,26 @@ def check_mode(mode: Any) -> str:
     return str(mode)
 
 
+def next_version(last: int, version: Any) -> int:
+    """The number of the weights that follow those of ``last``: ``version``, or one more.
+
+    Raises:
+        TypeError: if ``version`` is no int.
+        ValueError: if it is not greater than ``last``.
+
+    Examples:
+        >>> next_version(3, None), next_version(3, 10)
+        (4, 10)
+    """
+    if version is None:
+        return last + 1
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise TypeError(f"version={version!r} is not allowed: pass an int, or None for {last + 1}")
+    if version <= last:
+        raise ValueError(f"version={version} is not allowed: versions grow, and the weights in use have {last}")
+    return version
+
+
 class PolicyWeights:
     """The weights of a collector's policies.
 
@@ -118,7 +138,7 @@ class PolicyWeights:
         begun = time.monotonic()
         with _updating:
             self.asleep.check_can_update()
-            new = self._new_version(version)
+            new = next_version(self.version, version)
             if self.transport is None:
                 if source is None or any(value is not None for value in (arguments or {}).values()):
                     raise TypeError(
@@ -153,16 +173,6 @@ class PolicyWeights:
         """See :meth:`Sleep.wake_up`."""
         with _updating:
             self.asleep.wake_up()
-
-    def _new_version(self, version: int | None) -> int:
-        last = self.version
-        if version is None:
-            return last + 1
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise TypeError(f"version={version!r} is not allowed: pass an int, or None for {last + 1}")
-        if version <= last:
-            raise ValueError(f"version={version} is not allowed: versions grow, and the weights in use have {last}")
-        return version
 
     def _switch_all(self, weights: Weights, version: int, mode: str) -> None:
         targets = self._targets()

@@ -16,15 +16,15 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_llm.policies.engine_owner import EngineOwner, engines_lock
 from torchrl_llm.policies.hold import Hold
-from torchrl_llm.policies.rests import Held, Rests
+from torchrl_llm.policies.rests import Held
 from torchrl_llm.policies.versions import TokenVersions
 
 Callback = Callable[[Any, Exception | None], None]
@@ -33,12 +33,11 @@ Callback = Callable[[Any, Exception | None], None]
 DEATH_POLL_SECONDS = 0.5
 
 _engines: weakref.WeakKeyDictionary[Any, EngineThread] = weakref.WeakKeyDictionary()
-_engines_lock = threading.Lock()
 
 
 def acquire(llm: Any) -> EngineThread:
     """The thread of ``llm``, started if nobody holds it yet; give it back with :meth:`EngineThread.release`."""
-    with _engines_lock:
+    with engines_lock:
         engine = _engines.get(llm)
         if engine is None or engine.dead is not None or engine.closed:
             # One that died does not touch the engine any more; one that was closed may be in its last step.
@@ -62,7 +61,7 @@ class Request:
     held: Held | None = None
 
 
-class EngineThread:
+class EngineThread(EngineOwner):
     """Drives ``llm.llm_engine``: ``add_request``, ``step``, ``abort_request``.
 
     Args:
@@ -71,24 +70,14 @@ class EngineThread:
     """
 
     def __init__(self, llm: Any, after: EngineThread | None = None) -> None:
+        super().__init__(f"torchrl_llm-engine-{id(llm):x}")
         self._engine = llm.llm_engine
         self._after: threading.Thread | None = None if after is None else after._thread
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
-        self._commands: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
         self._draining: deque[Hold] = deque()
         self._kept_back: dict[str, Request] = {}
-        self._ended = False
-        self.rests = Rests()
-        self.version = 0
         self.adapter: Any = None
-        self.holders = 0
-        self.closed = False
-        self.dead: Exception | None = None
-        self._thread: threading.Thread = threading.Thread(
-            target=self._work, name=f"torchrl_llm-engine-{id(llm):x}", daemon=True
-        )
         self._thread.start()
 
     def new_id(self) -> str:
@@ -103,51 +92,16 @@ class EngineThread:
         """Takes requests out of the engine; their callbacks are not called any more."""
         self._command(lambda: self._abort(request_ids))
 
-    def hold(self, mode: str) -> Hold:
-        """Brings the thread to rest between two steps of the engine; returns at once, see :class:`Hold`.
-
-        Args:
-            mode: what becomes of the requests in the engine. ``"continue"``: they stay in it. ``"wait"``: the thread
-                rests when they are finished; new ones are kept back. ``"restart"``: they are taken out, and begin again
-                when the hold is released.
-
-        Raises:
-            RuntimeError: from :meth:`Hold.wait`, if the engine is dead or given back.
-        """
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("an engine's own thread cannot wait for itself: update weights from another thread")
-        hold = Hold(self._thread.name)
-        with self._changed:
-            if not self._ended:
-                self._commands.append(lambda: self._begin_hold(hold, mode))
-                self._changed.notify()
-                return hold
-        hold.give_up(RuntimeError("the engine was given back"))
-        return hold
-
     def cut(self, request_id: str) -> None:
         """Ends a request now: its callback gets the tokens made so far, with the finish reason ``"abort"``."""
         self._command(lambda: self._cut(request_id))
 
     def release(self, deadline: float) -> list[str]:
-        """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``."""
-        with _engines_lock:
-            self.holders -= 1
-            if self.holders:
-                return []
-            self.closed = True
-        with self._changed:
-            self._changed.notify()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            return [self._thread.name]
-        del self._engine
-        return []
-
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify()
+        """See :meth:`EngineOwner.release`. The engine is left as it is."""
+        busy = super().release(deadline)
+        if self.closed and not busy:
+            del self._engine
+        return busy
 
     def _work(self) -> None:
         if self._after is not None:
@@ -160,8 +114,7 @@ class EngineThread:
                 if self.closed and not self._commands and not self._requests and not self._draining:
                     self._ended = True
                     return
-                commands = list(self._commands)
-                self._commands.clear()
+                commands = self._take_commands()
             for command in commands:
                 command()
             if self._requests:
@@ -216,6 +169,7 @@ class EngineThread:
     # Holding
 
     def _begin_hold(self, hold: Hold, mode: str) -> None:
+        """Requests stay in the engine, or it drains and keeps new ones back, or they are taken out and begin again."""
         if self.dead is not None:
             hold.give_up(self.dead)
         elif mode == "wait":

@@ -15,23 +15,19 @@ the rest or anew. A call that reaches the engine after the pause makes no tokens
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
+from torchrl_llm.policies.engine_owner import EngineOwner, engines_lock
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.outputs import Completion
 from torchrl_llm.policies.remote_access import Access, make_access
 from torchrl_llm.policies.remote_calls import Call, Part, can_go_on
-from torchrl_llm.policies.rests import Rests
 from torchrl_llm.policies.vllm_outputs import completion_of
 
 _engines: dict[int, RemoteEngine] = {}
-_engines_lock = threading.Lock()
 
 
 def acquire(model: Any) -> RemoteEngine:
@@ -40,9 +36,9 @@ def acquire(model: Any) -> RemoteEngine:
     Args:
         model: a ``vLLMWrapper``'s model: an ``AsyncVLLM``, or something with a Ray actor's methods.
     """
-    with _engines_lock:
+    with engines_lock:
         engine = _engines.get(id(model))
-        if engine is None or engine.dead is not None:
+        if engine is None or engine.dead is not None or engine.closed:
             engine = _engines[id(model)] = RemoteEngine(model)
         engine.holders += 1
         return engine
@@ -67,7 +63,7 @@ class Attempt:
     given_up: bool = False
 
 
-class RemoteEngine:
+class RemoteEngine(EngineOwner):
     """Drives a remote engine.
 
     Args:
@@ -75,23 +71,15 @@ class RemoteEngine:
     """
 
     def __init__(self, model: Any) -> None:
+        super().__init__(f"torchrl_llm-remote-{id(model):x}")
         self.access: Access = make_access(model)
         self.name = self.access.name
-        self.version = 0
-        self.rests = Rests()
-        self.holders = 0
-        self.closed = False
-        self.dead: Exception | None = None
         self._key = id(model)
-        self._commands: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
         self._in_flight: dict[Call, Attempt] = {}
         self._kept_back: dict[Call, None] = {}
         self._holds: deque[tuple[Hold, str]] = deque()
         self._approaching = False
         self._paused = False
-        self._ended = False
-        self._thread = threading.Thread(target=self._work, name=f"torchrl_llm-remote-{id(model):x}", daemon=True)
         self._thread.start()
 
     def add(self, call: Call) -> None:
@@ -102,42 +90,16 @@ class RemoteEngine:
         """Gives calls up: the engine stops working on them if it can; their callbacks are not called any more."""
         self._command(lambda: self._abort(calls))
 
-    def hold(self, mode: str) -> Hold:
-        """Brings the thread to rest, for a weight switch; returns at once, see :class:`Hold`.
-
-        Args:
-            mode: what becomes of the calls in flight: ``"continue"``, ``"wait"`` or ``"restart"``.
-
-        Raises:
-            RuntimeError: from :meth:`Hold.wait`, if the engine is dead or given back.
-        """
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("an engine's own thread cannot wait for itself: update weights from another thread")
-        hold = Hold(self._thread.name)
-        with self._changed:
-            if not self._ended:
-                self._commands.append(lambda: self._holds.append((hold, mode)))
-                self._changed.notify()
-                return hold
-        hold.give_up(RuntimeError("the engine was given back"))
-        return hold
-
     def release(self, deadline: float) -> list[str]:
-        """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``."""
-        with _engines_lock:
-            self.holders -= 1
-            if self.holders:
-                return []
-            self.closed = True
-            if _engines.get(self._key) is self:
-                del _engines[self._key]
-        with self._changed:
-            self._changed.notify()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            return [self._thread.name]
-        del self.access  # Whoever still knows this thread must not keep the engine alive.
-        return []
+        """See :meth:`EngineOwner.release`. The engine is left as it is."""
+        busy = super().release(deadline)
+        if self.closed:
+            with engines_lock:
+                if _engines.get(self._key) is self:
+                    del _engines[self._key]
+            if not busy:
+                del self.access  # Whoever still knows this thread must not keep the engine alive.
+        return busy
 
     def switched(self, version: int) -> None:
         """Notes that the weights have just become those of ``version``; for the engine's thread only."""
@@ -159,11 +121,6 @@ class RemoteEngine:
 
     # The thread
 
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify()
-
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -172,8 +129,7 @@ class RemoteEngine:
                 if not self._commands and not self._holds:
                     self._ended = True
                     break
-                commands = list(self._commands)
-                self._commands.clear()
+                commands = self._take_commands()
             for command in commands:
                 command()
             self._serve_holds()
@@ -254,6 +210,9 @@ class RemoteEngine:
         self.access.cancel(attempt.ref)
 
     # Holds
+
+    def _begin_hold(self, hold: Hold, mode: str) -> None:
+        self._holds.append((hold, mode))
 
     def _serve_holds(self) -> None:
         """Goes as far towards the rests that were asked for as can be gone now."""

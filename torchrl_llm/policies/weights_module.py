@@ -41,10 +41,7 @@ class ModuleTarget:
 
     def stage(self, weights: Weights) -> Switch:
         """See :class:`WeightTarget`."""
-        if weights.adapter:
-            raise ValueError(
-                f"weights={weights.folder!r} is a LoRA adapter; {self.name} takes whole weights: pass the merged model"
-            )
+        weights.check_whole(self.name)
         new = spec_of_module(self._module).match(weights.tensors)
         own = self._module.state_dict(keep_vars=True)
 

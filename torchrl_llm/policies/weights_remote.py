@@ -38,10 +38,7 @@ class RemoteTarget:
 
     def stage(self, weights: Weights) -> Switch:
         """See :class:`WeightTarget`."""
-        if weights.adapter:
-            raise ValueError(
-                f"weights={weights.folder!r} is a LoRA adapter; {self.name} takes whole weights: pass the merged model"
-            )
+        weights.check_whole(self.name)
         from ray.exceptions import GetTimeoutError, RayError
 
         try:

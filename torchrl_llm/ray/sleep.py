@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from torchrl_llm.errors import CollectorError, WorkerError
+from torchrl_llm.errors import WorkerError
 from torchrl_llm.ray.calls import refusal
 from torchrl_llm.ray.roster import SLEEP, Roster
-from torchrl_llm.sleep import Sleep, check_level
+from torchrl_llm.sleep import Sleep
 
 
 class ClusterSleep(Sleep):
@@ -34,9 +34,7 @@ class ClusterSleep(Sleep):
             CollectorError: if they sleep already.
             WorkerError: naming the workers whose engines could not; those of the others are awake again.
         """
-        check_level(level)
-        if self._level or self._awake_without_weights:
-            raise CollectorError("the collector's engines sleep already, or have no weights yet")
+        self._check_can_sleep(level)
         self._roster.asleep = True
         try:
             self._roster.order(SLEEP, fall_asleep, lambda life: (level,))
@@ -50,8 +48,7 @@ class ClusterSleep(Sleep):
 
     def wake_up(self) -> None:
         """Wakes the engines of all workers; see :meth:`Sleep.wake_up`."""
-        if not self._level:
-            raise CollectorError("the collector's engines do not sleep")
+        self._check_asleep()
         self._wake()
         self._awake_without_weights = self._level == 2
         self._level = 0

@@ -24,7 +24,7 @@ from torchrl_llm.ray.calls import refusal
 from torchrl_llm.ray.roster import WEIGHTS, Roster
 from torchrl_llm.ray.sleep import ClusterSleep
 from torchrl_llm.weight_forms import Weights, read_weights
-from torchrl_llm.weights import check_mode
+from torchrl_llm.weights import check_mode, next_version
 
 
 class PackedWeights(Mapping[str, torch.Tensor]):
@@ -128,7 +128,7 @@ class ClusterWeights:
         try:
             with self._updating:
                 self.asleep.check_can_update()
-                new = self._new_version(version)
+                new = next_version(self.version, version)
                 what = None if weights is None else _parcel(weights)
                 try:
                     self._roster.order(WEIGHTS, adopt, lambda life: (what, new, mode, others), timeout)
@@ -150,17 +150,6 @@ class ClusterWeights:
         with self.changing:
             self._version = version
         self._on_update()
-
-    def _new_version(self, version: int | None) -> int:
-        if version is None:
-            return self.version + 1
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise TypeError(f"version={version!r} is not allowed: pass an int, or None for {self.version + 1}")
-        if version <= self.version:
-            raise ValueError(
-                f"version={version} is not allowed: versions grow, and the weights in use have {self.version}"
-            )
-        return version
 
     def restore(self, version: int) -> None:
         """Goes on counting from the version of a saved state, in all workers."""
