@@ -171,7 +171,7 @@ def test_what_is_too_old_is_dropped_counted_and_replaced() -> None:
         first = target.get(timeout=PATIENCE)
         assert first_versions(first, "trajectories_per_batch") == [0]
         deadline = time.monotonic() + PATIENCE
-        while (books := collector.stats())["launched"] < 3 or books["turns_pending"] < 2:
+        while not target.full() or (books := collector.stats())["launched"] < 3 or books["turns_pending"] < 2:
             assert time.monotonic() < deadline  # until the third is finished, which finds the queue full
         for version in (1, 2, 3):
             collector.update_policy_weights_(weights(version))

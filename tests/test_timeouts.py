@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -141,20 +142,27 @@ def test_a_group_that_no_environment_can_complete_does_not_hold_up_the_others() 
 
 
 def test_a_call_that_waits_for_a_thread_leaves_its_environment_as_it_is() -> None:
+    """The next one gets the thread when it is just due itself, and has a moment of its own."""
     stuck = Stuck("q0")
+
+    def on_step(prompts: list[str]) -> None:
+        stuck(prompts)
+        time.sleep(LIMIT / 4)
+
     source = PromptSource(prompts(3), epochs=1)
     with LLMCollector(
-        source.env(lambda: Answered(1, on_step=stuck)),
+        source.env(lambda: Answered(1, on_step=on_step)),
         echo,
         num_envs=3,
         env_threads=1,
         steps_per_batch=1,
-        max_turn_seconds=LIMIT,
+        max_turn_seconds=5 * LIMIT,
     ) as collector:
         found = described([row for batch in collector for row in batch.unbind(0)])
         stats = collector.stats()
         stuck.over.set()
     assert found["q0"] == [(True, True, 0.0)]
+    assert found["q1"] == [(True, False, 4.0)]
     assert stats["env_restarts"] == 1 <= stats["env_timeouts"]
     assert_settled(stats)
 

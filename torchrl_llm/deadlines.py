@@ -32,7 +32,12 @@ class Limits:
     @property
     def any(self) -> bool:
         """Whether there is a limit."""
-        return min(self.turn, self.trajectory) < math.inf
+        return self.shortest < math.inf
+
+    @property
+    def shortest(self) -> float:
+        """The limit that holds for a single call."""
+        return min(self.turn, self.trajectory)
 
 
 def make_limits(max_turn_seconds: Any, max_trajectory_seconds: Any, on_timeout: Any) -> Limits:

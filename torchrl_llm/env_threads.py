@@ -32,6 +32,7 @@ class Call:
     given_up: bool = False
     finished: bool = False
     thread: threading.Thread | None = None
+    began: float = 0.0
 
 
 @dataclass
@@ -86,6 +87,11 @@ class EnvThreads:
         done(value, error)
         return None
 
+    def seconds_in(self, call: Call) -> float | None:
+        """For how long a thread has been in a job; ``None`` if it has not begun, or is over."""
+        with self._lock:
+            return None if call.thread is None or call.finished else time.monotonic() - call.began
+
     def give_up(self, call: Call) -> bool | None:
         """Forgets a job: its outcome is not posted. Another thread takes the place of one that is stuck in it.
 
@@ -135,6 +141,7 @@ class EnvThreads:
     def _begin(self, call: Call) -> bool:
         with self._lock:
             call.thread = threading.current_thread()
+            call.began = time.monotonic()
             return not call.given_up
 
     def _finish(self, call: Call) -> bool:

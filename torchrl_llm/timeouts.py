@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # How often a request that is held is looked at again, at most.
 HELD_POLL_SECONDS = 0.05
+# The part of the limit that a call has for itself, when it has waited for a thread until it was nearly due.
+OWN_SHARE = 0.1
 
 logger = logging.getLogger("torchrl_llm")
 
@@ -102,16 +104,27 @@ class Timeouts:
         assert ticket.runner is not None
         row.timed_out = True
         # The environment's step with what there is gets as much time again.
-        row.due = self.deadlines.now() + min(self.limits.turn, self.limits.trajectory)
+        row.due = self.deadlines.now() + self.limits.shortest
         if not ticket.runner.cut(ticket):
             logger.warning("slot %d: a response takes too long and cannot be cut: it is waited for", ticket.env_id)
 
+    def _has_just_begun(self, slot: Slot, rollout: Rollout) -> bool:
+        """Whether a call came late to its thread, so that it may not be stuck; it then has a little more time."""
+        seconds = None if slot.call is None else rollout.threads.seconds_in(slot.call)
+        left = 0.0 if seconds is None else OWN_SHARE * self.limits.shortest - seconds
+        if left <= 0:
+            return False
+        self.deadlines.set(slot, self.deadlines.now() + left)
+        return True
+
     def _give_up_call(self, slot: Slot, rollout: Rollout) -> None:
-        stuck = None if slot.call is None else rollout.threads.give_up(slot.call)
+        if slot.call is None or self._has_just_begun(slot, rollout):
+            return
+        stuck = rollout.threads.give_up(slot.call)
         if stuck is None:
             return  # Its outcome is on its way.
         stepping = any(row.response is not None for row in slot.rows)
-        seconds = min(self.limits.turn, self.limits.trajectory)
+        seconds = self.limits.shortest
         call = "step" if stepping else "reset"
         logger.warning("slot %d: env.%s takes longer than %g s and is given up", slot.env_id, call, seconds)
         self._ledger.timeout("env")

@@ -104,6 +104,17 @@ def test_a_turn_is_what_generate_gives_for_its_prompt(vllm_llm: Any, tokenizer: 
         assert turn["collector", "finish_reason"] == completion.finish_reason
 
 
+def test_an_engine_runs_whatever_number_of_threads_torch_was_given(vllm_llm: Any, tokenizer: Any) -> None:
+    """vLLM on CPU fails if the number changes in a step, as torch lets it do at the first use in a new thread."""
+    threads = torch.get_num_threads()
+    torch._C.set_num_threads(1 if threads > 1 else 2)  # vLLM puts a function that does nothing in place of torch's
+    try:
+        [turn] = collect(make_env("text", tokenizer), make_policy(vllm_llm, "text"), total_steps=1)
+    finally:
+        torch._C.set_num_threads(threads)
+    assert len(turn["tokens"].response) == 12
+
+
 @pytest.fixture(scope="module")
 def transformers_model(tiny_model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()

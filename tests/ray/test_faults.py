@@ -119,8 +119,11 @@ def test_trajectory_ids_are_unique_over_workers_and_restarts_L47(ray_cluster: An
     crash = crash_at(3, tmp_path / "crashed")
     collector = LLMCollector(lambda: ScriptedEnv(on_step=crash), echo, steps_per_batch=1, total_steps=8, backend="ray")
     rows = [row for batch in collector for row in batch.unbind(0)]
-    assert fakes.texts(rows)[:3] == ["q0#0", "q1#0", "q2#0"]
-    assert fakes.texts(rows)[3:] == [f"q{i}#0" for i in range(5)]  # the restarted worker begins anew
+    before = fakes.texts(rows).index("q0#0", 1)
+    # The fourth step begins when the third turn has found room, and so after the driver has the second.
+    assert before in (2, 3)
+    assert fakes.texts(rows)[:before] == [f"q{i}#0" for i in range(before)]
+    assert fakes.texts(rows)[before:] == [f"q{i}#0" for i in range(8 - before)]  # the restarted worker begins anew
     ids = fakes.ids(rows, "traj_ids")
     assert len(set(ids)) == 8
     assert set(fakes.ids(rows, "worker_id")) == {0}
@@ -229,7 +232,7 @@ def test_an_engine_that_always_kills_its_process_is_a_worker_error(ray_cluster: 
 
 
 def test_a_restart_that_fails_in_a_constructor_counts_and_the_others_go_on(ray_cluster: Any, tmp_path: Path) -> None:
-    crash = crash_at(1)
+    crash = crash_at(2)
 
     def make_env() -> ScriptedEnv:
         if (tmp_path / "built").exists():
@@ -239,7 +242,7 @@ def test_a_restart_that_fails_in_a_constructor_counts_and_the_others_go_on(ray_c
 
     collector = LLMCollector(make_env, echo, steps_per_batch=1, backend="ray", max_restarts=2)
     outcome = fakes.read_to_the_end(collector, "loop")
-    assert outcome.texts == ["q0#0"]
+    assert outcome.texts in (["q0#0"], ["q0#0", "q1#0"])  # the second may have been on its way
     assert type(outcome.error) is WorkerError
     assert "out of memory" in str(outcome.error)
     assert collector.stats()["worker_restarts"] == 2

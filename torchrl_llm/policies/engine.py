@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from torchrl_llm.policies.engine_owner import EngineOwner, engines_lock
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.rests import Held
@@ -107,6 +109,8 @@ class EngineThread(EngineOwner):
         if self._after is not None:
             self._after.join()
             self._after = None
+        # torch sets a thread's number of OpenMP threads at the first use, and vLLM counts them before and after that.
+        torch.get_num_threads()
         while True:
             with self._changed:
                 while not (self._commands or self._requests or self._draining or self.closed):
