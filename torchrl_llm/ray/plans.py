@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
+from tensordict import LazyStackedTensorDict, MetaData, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
 
 Plan = tuple[Any, ...]
 Streams = dict[tuple[str, bool], Any]
@@ -51,13 +51,14 @@ _STACK_STATE = {
 _TENSORCLASS_STATE = {"_tensordict", "_non_tensordict", "_is_initialized"}
 _GETSTATE = NonTensorData.__getstate__
 _OBJECT: Plan = ("object",)
+_NONE: Plan = ("none",)
 
 
 def describe(value: Any) -> Plan:
     """The plan of a turn, or of a part of it."""
     kind = type(value)
     if value is None:
-        return ("none",)
+        return _NONE
     if kind is torch.Tensor:
         return _describe_tensor(value)
     if kind is TensorDict:
@@ -65,8 +66,8 @@ def describe(value: Any) -> Plan:
     if kind is LazyStackedTensorDict or kind is NonTensorStack:
         return _describe_stack(value)
     if is_tensorclass(kind) and kind.__getstate__ is _GETSTATE and value.__dict__.keys() <= _TENSORCLASS_STATE:
-        if kind is NonTensorData and _is_bare(value):
-            return "non_tensor", value.__dict__["_tensordict"].batch_size
+        if (kind is NonTensorData or kind is MetaData) and _is_bare(value):
+            return "non_tensor", kind, value.__dict__["_tensordict"].batch_size
         others = value.__dict__["_non_tensordict"]
         held = describe(value.__dict__["_tensordict"])
         return "tensorclass", kind, held, tuple(others), tuple([describe(other) for other in others.values()])
@@ -98,7 +99,7 @@ def _describe_stack(value: LazyStackedTensorDict) -> Plan:
     return "stack", type(value), state["stack_dim"], state["_batch_size"], state.get("_td_dim_name"), rows
 
 
-def _is_bare(value: NonTensorData) -> bool:
+def _is_bare(value: Any) -> bool:
     """Whether it holds nothing but its data: the common case, with a plan of its own."""
     state, held = value.__dict__["_non_tensordict"], value.__dict__["_tensordict"]
     plain = held.__dict__
@@ -227,9 +228,9 @@ def _build_stack(
     return build
 
 
-def _take_non_tensor(batch_size: torch.Size) -> Taker:
+def _take_non_tensor(kind: Any, batch_size: torch.Size) -> Taker:
     def take(value: Any, columns: Any, objects: list[Any]) -> None:
-        if type(value) is not NonTensorData or not _is_bare(value):
+        if type(value) is not kind or not _is_bare(value):
             raise Different
         state = value.__dict__
         if state["_tensordict"].__dict__["_batch_size"] != batch_size:
@@ -239,15 +240,15 @@ def _take_non_tensor(batch_size: torch.Size) -> Taker:
     return take
 
 
-def _build_non_tensor(batch_size: torch.Size) -> Builder:
-    def build(streams: Streams, objects: Iterator[Any]) -> NonTensorData:
+def _build_non_tensor(kind: Any, batch_size: torch.Size) -> Builder:
+    def build(streams: Streams, objects: Iterator[Any]) -> Any:
         held = TensorDict.__new__(TensorDict)
         state = held.__dict__
         state["_device"] = None
         state["_tensordict"] = {}
         state["_batch_size"] = batch_size
         state["_td_dim_names"] = None
-        value = NonTensorData.__new__(NonTensorData)
+        value = kind.__new__(kind)
         state = value.__dict__
         state["_tensordict"] = held
         state["_non_tensordict"] = {"data": next(objects), "_is_non_tensor": True, "_metadata": None}
@@ -276,13 +277,16 @@ def _take_tensorclass(kind: Any, held: Plan, names: tuple[str, ...], plans: tupl
 
 def _build_tensorclass(kind: Any, held: Plan, names: tuple[str, ...], plans: tuple[Plan, ...]) -> Builder:
     build_held = builder(held)
-    others = [(name, builder(plan)) for name, plan in zip(names, plans, strict=True)]
+    template = dict.fromkeys(names)
+    others = [(name, builder(plan)) for name, plan in zip(names, plans, strict=True) if plan != _NONE]
 
     def build(streams: Streams, objects: Iterator[Any]) -> Any:
         value = kind.__new__(kind)
         state = value.__dict__
         state["_tensordict"] = build_held(streams, objects)
-        state["_non_tensordict"] = {name: build_other(streams, objects) for name, build_other in others}
+        state["_non_tensordict"] = rest = template.copy()
+        for name, build_other in others:
+            rest[name] = build_other(streams, objects)
         return value
 
     return build

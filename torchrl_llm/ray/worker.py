@@ -8,6 +8,7 @@ engines need; what goes wrong there is kept for :meth:`Worker.ready`.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -81,6 +82,9 @@ class Worker:
         try:
             # Read here, and not as an argument, so that a module which is not to be had here is an error like others.
             self._order: Order = ray.get(order[0])
+            # The garbage collector need not go again and again over what the imports have left.
+            gc.collect()
+            gc.freeze()
             self._outbox = Outbox(self._order.prefetch, self._label)
             self._collector = self._build()
         except Exception as error:
