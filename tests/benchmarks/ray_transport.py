@@ -3,7 +3,8 @@
 Both go through Ray's object store within one process (`ray.put` and `ray.get`), from the turns at the worker to
 TensorDicts at the reader, with canned vLLM outputs in torchrl's own containers. The variants take turns; the figure is
 the best of the rounds. The last table shows how many turns per second come through one driver from workers whose
-engines answer at once, that is, what the driver, the worker and Ray can do together on this machine.
+engines answer at once, that is, what the driver, the worker and Ray can do together on this machine; also where the
+driver has called `gc.freeze()` before, so that the garbage collector does not go over what its imports left.
 
     python tests/benchmarks/ray_transport.py
     python tests/benchmarks/ray_transport.py --turns 256 --tokens 512 --throughput-turns 20000
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -93,8 +95,10 @@ def compare(mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def throughput(turns: int, tokens: int, workers: int) -> dict[str, Any]:
+def throughput(turns: int, tokens: int, workers: int, frozen: bool) -> dict[str, Any]:
     """Turns per second through one driver, from engines that cost nothing."""
+    gc.collect()
+    gc.freeze() if frozen else gc.unfreeze()
     collector = LLMCollector(
         functools.partial(fake_env, tokens),
         functools.partial(FakeEngine, latency=0.0, tokens=tokens),
@@ -114,6 +118,7 @@ def throughput(turns: int, tokens: int, workers: int) -> dict[str, Any]:
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     return {
         "workers": workers,
+        "gc.freeze()": "yes" if frozen else "no",
         "turns": done,
         "turns/s": done / seconds,
         "driver's cpu ms per turn": cpu / done * 1e3,
@@ -129,7 +134,11 @@ def main() -> None:
     harness.quiet()
     rows = [row for mode in harness.MODES for row in compare(mode, args)]
     harness.report({"rows": rows}, args.json)
-    rows = [throughput(args.throughput_turns, args.tokens, workers) for workers in (1, 2)]
+    rows = [
+        throughput(args.throughput_turns, args.tokens, workers, frozen)
+        for workers in (1, 2)
+        for frozen in (False, True)
+    ]
     harness.report({"rows": rows}, args.json)
     ray.shutdown()
 
