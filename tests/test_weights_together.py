@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -159,3 +160,77 @@ def _read(collector: LLMCollector) -> None:
 
 def _update(collector: LLMCollector) -> None:
     collector.update_policy_weights_(weights(1))
+
+
+def _in_background(call: Any) -> Future[Any]:
+    """What becomes of a call in a thread of its own, which a test that fails leaves behind."""
+    result: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return result
+
+
+def _await_holds(collector: LLMCollector) -> None:
+    [runner] = collector._weights._pool.runners
+    deadline = time.monotonic() + PATIENCE
+    while not runner._holds:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_a_policys_call_cannot_update_weights_while_another_thread_does(whose: str) -> None:
+    """It would wait for the other update, and that one for the end of the call."""
+    gate, holder = Gate(), []
+
+    class Selfish(Module):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            gate()
+            holder[0].update_policy_weights_(weights(5))
+            return super().forward(td)
+
+    with (
+        LLMCollector(ScriptedEnv(), Selfish(), steps_per_batch=1) as collector,
+        LLMCollector(ScriptedEnv(), Module(), steps_per_batch=1) as other,
+    ):
+        holder.append(collector if whose == "its own" else other)
+        reading = _in_background(lambda: next(collector))
+        gate.wait()
+        updating = _in_background(lambda: collector.update_policy_weights_(weights(1)))
+        _await_holds(collector)
+        gate.open()
+        updating.result(PATIENCE)
+        with pytest.raises(PolicyError, match="cannot update its own weights from its call, nor those of others"):
+            reading.result(PATIENCE)
+        _in_background(lambda: other.update_policy_weights_(weights(7))).result(PATIENCE)
+        assert other.policy_version == 1
+        holder.clear()
+
+
+def test_a_shutdown_ends_an_update_that_waits_for_a_policy_that_never_returns() -> None:
+    gate = Gate()
+
+    class Stuck(Module):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            gate()
+            return super().forward(td)
+
+    collector = LLMCollector(ScriptedEnv(), Stuck(), steps_per_batch=1)
+    reading = _in_background(lambda: next(collector))
+    gate.wait()
+    updating = _in_background(lambda: collector.update_policy_weights_(weights(1)))
+    _await_holds(collector)
+    with pytest.warns(RuntimeWarning, match="could not be interrupted"):
+        collector.shutdown(timeout=0.1)
+    updating.result(PATIENCE)  # the call is still under way
+    with LLMCollector(ScriptedEnv(), Module(), steps_per_batch=1) as other:
+        _in_background(lambda: other.update_policy_weights_(weights(1))).result(PATIENCE)
+    gate.open()
+    with pytest.raises(CollectorError):
+        reading.result(PATIENCE)

@@ -25,7 +25,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, PolicyError
-from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.hold import Hold, refuse_owners
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Runner
 from torchrl_llm.policies.weight_target import Switch, WeightTarget
@@ -133,7 +133,9 @@ class PolicyWeights:
             TypeError: if the weights have none of the allowed forms, or a policy has no weights.
             PolicyError: if a policy failed while it switched; it is given up.
             CollectorError: if the engines sleep.
+            RuntimeError: in a policy's own thread, which would wait for itself.
         """
+        refuse_owners()
         mode = self._mode if mode is None else check_mode(mode)
         begun = time.monotonic()
         with _updating:
@@ -166,11 +168,13 @@ class PolicyWeights:
 
     def sleep(self, level: int) -> None:
         """See :meth:`Sleep.sleep`."""
+        refuse_owners()
         with _updating:
             self.asleep.sleep(self._targets(all_of_them=False), level)
 
     def wake_up(self) -> None:
         """See :meth:`Sleep.wake_up`."""
+        refuse_owners()
         with _updating:
             self.asleep.wake_up()
 

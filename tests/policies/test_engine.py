@@ -259,6 +259,20 @@ def test_a_thread_in_a_step_that_does_not_end_is_named(model: Model) -> None:
     model.llm_engine.outcomes.put([])  # now it ends: the fixture that looks for threads would say if not
 
 
+def test_an_engine_that_is_given_back_in_a_step_without_end_keeps_nobody_waiting_for_its_rest(model: Model) -> None:
+    engine, answers = model.llm_engine, Answers()
+    held = acquire(model)
+    request = add(held, answers, "long")
+    engine.await_step()
+    holds = [held.hold("continue"), held.hold("wait")]
+    held.abort([request])
+    assert held.release(time.monotonic() + 0.05) == [f"torchrl_llm-engine-{id(model):x}"]
+    for hold in (*holds, held.hold("continue")):
+        with pytest.raises(RuntimeError, match="given back"):
+            hold._reached.result(PATIENCE)
+    engine.outcomes.put([])  # now the step ends, and the thread must rest for nobody: the fixture would see it
+
+
 def test_two_threads_are_never_in_one_engine(model: Model) -> None:
     """One that was released in the middle of a step, and one that was acquired right then."""
     engine, answers = model.llm_engine, Answers()

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.hold import Hold, OwnerThread
 from torchrl_llm.policies.rests import Rests
 
 # Guards which thread owns which engine, and who holds it.
@@ -36,7 +36,8 @@ class EngineOwner:
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._ended = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._asked: list[Hold] = []
+        self._thread = OwnerThread(target=self._work, name=name, daemon=True)
 
     def hold(self, mode: str) -> Hold:
         """Brings the thread to rest, for a weight switch; returns at once, see :class:`Hold`.
@@ -51,7 +52,9 @@ class EngineOwner:
             raise RuntimeError("an engine's own thread cannot wait for itself: update weights from another thread")
         hold = Hold(self._thread.name)
         with self._changed:
-            if not self._ended:
+            if not (self._ended or self.closed):
+                self._asked = [other for other in self._asked if not other.decided]
+                self._asked.append(hold)
                 self._commands.append(lambda: self._begin_hold(hold, mode))
                 self._changed.notify()
                 return hold
@@ -59,7 +62,10 @@ class EngineOwner:
         return hold
 
     def release(self, deadline: float) -> list[str]:
-        """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``."""
+        """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``.
+
+        Weight updates that wait for a thread that is still busy then wait no longer.
+        """
         with engines_lock:
             self.holders -= 1
             if self.holders:
@@ -68,7 +74,12 @@ class EngineOwner:
         with self._changed:
             self._changed.notify()
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        return [self._thread.name] if self._thread.is_alive() else []
+        if not self._thread.is_alive():
+            return []
+        with self._changed:
+            for hold in self._asked:
+                hold.give_up(RuntimeError("the engine was given back"))
+        return [self._thread.name]
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._changed:
