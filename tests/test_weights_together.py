@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from fakes import PATIENCE, Gate, ScriptedEnv, assert_settled
+from fakes import PATIENCE, Gate, ScriptedEnv, assert_settled, in_background
 from telling_weights import telling, token_of, vllm_policy
 from tensordict import TensorDictBase
 from test_lag import Module, weights
@@ -162,20 +161,6 @@ def _update(collector: LLMCollector) -> None:
     collector.update_policy_weights_(weights(1))
 
 
-def _in_background(call: Any) -> Future[Any]:
-    """What becomes of a call in a thread of its own, which a test that fails leaves behind."""
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return result
-
-
 def _await_holds(collector: LLMCollector) -> None:
     [runner] = collector._weights._pool.runners
     deadline = time.monotonic() + PATIENCE
@@ -200,15 +185,15 @@ def test_a_policys_call_cannot_update_weights_while_another_thread_does(whose: s
         LLMCollector(ScriptedEnv(), Module(), steps_per_batch=1) as other,
     ):
         holder.append(collector if whose == "its own" else other)
-        reading = _in_background(lambda: next(collector))
+        reading = in_background(lambda: next(collector))
         gate.wait()
-        updating = _in_background(lambda: collector.update_policy_weights_(weights(1)))
+        updating = in_background(lambda: collector.update_policy_weights_(weights(1)))
         _await_holds(collector)
         gate.open()
         updating.result(PATIENCE)
         with pytest.raises(PolicyError, match="cannot update its own weights from its call, nor those of others"):
             reading.result(PATIENCE)
-        _in_background(lambda: other.update_policy_weights_(weights(7))).result(PATIENCE)
+        in_background(lambda: other.update_policy_weights_(weights(7))).result(PATIENCE)
         assert other.policy_version == 1
         holder.clear()
 
@@ -222,15 +207,15 @@ def test_a_shutdown_ends_an_update_that_waits_for_a_policy_that_never_returns() 
             return super().forward(td)
 
     collector = LLMCollector(ScriptedEnv(), Stuck(), steps_per_batch=1)
-    reading = _in_background(lambda: next(collector))
+    reading = in_background(lambda: next(collector))
     gate.wait()
-    updating = _in_background(lambda: collector.update_policy_weights_(weights(1)))
+    updating = in_background(lambda: collector.update_policy_weights_(weights(1)))
     _await_holds(collector)
     with pytest.warns(RuntimeWarning, match="could not be interrupted"):
         collector.shutdown(timeout=0.1)
     updating.result(PATIENCE)  # the call is still under way
     with LLMCollector(ScriptedEnv(), Module(), steps_per_batch=1) as other:
-        _in_background(lambda: other.update_policy_weights_(weights(1))).result(PATIENCE)
+        in_background(lambda: other.update_policy_weights_(weights(1))).result(PATIENCE)
     gate.open()
     with pytest.raises(CollectorError):
         reading.result(PATIENCE)

@@ -14,6 +14,7 @@ other. :meth:`PolicyWeights.restore` is called by the thread that rebuilds a pol
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, PolicyError
-from torchrl_llm.policies.hold import Hold, refuse_owners
+from torchrl_llm.policies.hold import Hold, HoldEnded, refuse_owners
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Runner
 from torchrl_llm.policies.weight_target import Switch, WeightTarget
@@ -100,9 +101,8 @@ class PolicyWeights:
         self._seconds = 0.0
         self._sending = False
         self.transport: Transport | None = None
-        self.asleep = Sleep()
+        self.asleep = Sleep(self._engines)
         pool.on_rebuild = self.restore
-        pool.on_close = self.asleep.end
 
     @property
     def version(self) -> int:
@@ -170,7 +170,7 @@ class PolicyWeights:
         """See :meth:`Sleep.sleep`."""
         refuse_owners()
         with _updating:
-            self.asleep.sleep(self._targets(all_of_them=False), level)
+            self.asleep.sleep(level)
 
     def wake_up(self) -> None:
         """See :meth:`Sleep.wake_up`."""
@@ -221,6 +221,10 @@ class PolicyWeights:
             elif not target.gone:
                 found.setdefault(id(target.owner), target)
         return list(found.values())
+
+    def _engines(self) -> list[Any]:
+        """The targets that can sleep."""
+        return [target for target in self._targets(all_of_them=False) if hasattr(target, "sleep")]
 
     def _keep_copy(self, weights: Weights) -> None:
         """A copy of the newest weights, in memory that is used again; the trainer goes on changing its own."""
@@ -327,6 +331,8 @@ def _switch_resting(
     for target, switch, hold in resting:
         try:
             hold.run(lambda switch=switch: switch(version))  # type: ignore[misc]
+        except HoldEnded:
+            continue  # It slept, and was closed on the way.
         except Exception as error:
             _give_up(target, hold, error)
             failed.append((target, error))
@@ -334,7 +340,8 @@ def _switch_resting(
 
 
 def _give_up(target: WeightTarget, hold: Hold, error: Exception) -> None:
-    hold.run(lambda: target.fail(error))
+    with contextlib.suppress(HoldEnded):
+        hold.run(lambda: target.fail(error))
 
 
 def _half_way(

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from fakes import PATIENCE
+from fakes import PATIENCE, in_background
 
 from torchrl_llm.policies.hold import Hold, HoldEnded, OwnerThread, refuse_owners
 
@@ -19,20 +19,6 @@ def started(target: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def outcome(call: Callable[[], Any]) -> Future[Any]:
-    """What becomes of a call in a thread of its own."""
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    started(work)
-    return result
-
-
 def test_a_task_for_an_owner_that_was_released_is_refused_and_not_run() -> None:
     hold, ran = Hold("engine"), []
     owner = started(hold.rest)
@@ -41,7 +27,7 @@ def test_a_task_for_an_owner_that_was_released_is_refused_and_not_run() -> None:
     hold.release()
     owner.join(PATIENCE)
     with pytest.raises(HoldEnded, match="engine rests no longer"):
-        outcome(lambda: hold.run(lambda: ran.append(1))).result(PATIENCE)
+        in_background(lambda: hold.run(lambda: ran.append(1))).result(PATIENCE)
     hold.release()  # again: nothing happens
     assert not ran and not owner.is_alive()
 
@@ -49,9 +35,9 @@ def test_a_task_for_an_owner_that_was_released_is_refused_and_not_run() -> None:
 def test_a_task_that_came_before_the_release_is_run() -> None:
     hold, inside, go = Hold("engine"), threading.Event(), threading.Event()
     owner = started(hold.rest)
-    first = outcome(lambda: hold.run(lambda: (inside.set(), go.wait(PATIENCE))))
+    first = in_background(lambda: hold.run(lambda: (inside.set(), go.wait(PATIENCE))))
     assert inside.wait(PATIENCE)
-    second = outcome(lambda: hold.run(lambda: "second"))
+    second = in_background(lambda: hold.run(lambda: "second"))
     while hold._tasks.empty():
         assert not second.done()
     hold.release()
@@ -63,14 +49,14 @@ def test_a_task_that_came_before_the_release_is_run() -> None:
 
 def test_a_hold_that_was_given_up_ends_waits_and_tasks_and_its_owner_goes_on() -> None:
     hold = Hold("engine")
-    waiting = outcome(hold.wait)
-    early = outcome(lambda: hold.run(lambda: None))
+    waiting = in_background(hold.wait)
+    early = in_background(lambda: hold.run(lambda: None))
     while hold._tasks.empty():
         assert not early.done()
     hold.give_up(RuntimeError("the engine was given back"))
     with pytest.raises(RuntimeError, match="given back"):
         waiting.result(PATIENCE)
-    for task in (early, outcome(lambda: hold.run(lambda: None))):
+    for task in (early, in_background(lambda: hold.run(lambda: None))):
         with pytest.raises(HoldEnded, match="engine"):
             task.result(PATIENCE)
     hold.give_up(RuntimeError("a second time"))
@@ -84,7 +70,7 @@ def test_an_owner_that_rests_cannot_be_given_up() -> None:
     owner = started(hold.rest)
     hold.wait()
     hold.give_up(RuntimeError("too late"))
-    assert outcome(lambda: hold.run(lambda: "at rest")).result(PATIENCE) == "at rest"
+    assert in_background(lambda: hold.run(lambda: "at rest")).result(PATIENCE) == "at rest"
     hold.release()
     owner.join(PATIENCE)
     assert not owner.is_alive()

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from torchrl_llm.errors import CollectorError
+from torchrl_llm.policies.engine_sleep import EngineSleep
 from torchrl_llm.policies.hold import Hold, OwnerThread
 from torchrl_llm.policies.rests import Rests
 
@@ -29,6 +31,7 @@ class EngineOwner:
 
     def __init__(self, name: str) -> None:
         self.rests = Rests()
+        self.asleep = EngineSleep()
         self.version = 0
         self.holders = 0
         self.closed = False
@@ -46,10 +49,16 @@ class EngineOwner:
             mode: what becomes of the requests in the engine: ``"continue"``, ``"wait"`` or ``"restart"``.
 
         Raises:
+            CollectorError: if the engine sleeps, or waits for weights after it: its thread rests already.
             RuntimeError: from :meth:`Hold.wait`, if the engine is dead or given back.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("an engine's own thread cannot wait for itself: update weights from another thread")
+        if self.asleep.hold is not None:
+            raise CollectorError(
+                "the policy's engine sleeps, or has no weights since it slept at level 2: any collector that shares it "
+                "can call wake_up(), and then update_policy_weights_()"
+            )
         hold = Hold(self._thread.name)
         with self._changed:
             if not (self._ended or self.closed):
@@ -71,6 +80,7 @@ class EngineOwner:
             if self.holders:
                 return []
             self.closed = True
+        self.asleep.close()
         with self._changed:
             self._changed.notify()
         self._thread.join(max(0.0, deadline - time.monotonic()))
