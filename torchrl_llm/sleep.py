@@ -154,8 +154,8 @@ class Sleep(SleepRules):
 
     def held(self, target: WeightTarget) -> Hold | None:
         """The hold of an engine that is awake and rests until it has weights."""
-        owner = target.owner
-        return owner.asleep.hold if isinstance(owner, EngineOwner) and owner.asleep.without_weights else None
+        asleep = getattr(target.owner, "asleep", None)  # A module's runner has none.
+        return asleep.hold if asleep is not None and asleep.without_weights else None
 
     def pushed(self) -> None:
         """All engines have new weights: those that waited for them go on."""
