@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from typing import Any
@@ -70,6 +71,39 @@ def test_two_collectors_over_one_engine_share_the_version_of_its_weights(engine:
         assert int(row["collector", "policy_version"]) == 1
         other.update_policy_weights_(telling(original, 2))
         assert one.policy_version == other.policy_version == 2
+
+
+def test_what_is_handed_over_does_not_age_by_an_update_of_a_collector_that_shares_the_engine(
+    engine: Any, original: Any
+) -> None:
+    gate = Gate()
+    seen: list[tuple[int, int]] = []
+
+    class Watched(queue.Queue[Any]):
+        """Holds the third batch in its ``put``, and notes the version that a batch has and the collector's."""
+
+        def put(self, item: Any, *args: Any, **kwargs: Any) -> None:
+            if item is not None:
+                if len(seen) == 2:
+                    gate()
+                seen.append((int(item[0]["collector", "policy_version"]), aged.policy_version))
+            super().put(item, *args, **kwargs)
+
+    with (
+        LLMCollector(ScriptedEnv(), vllm_policy(engine, tokens=5), steps_per_batch=1) as updated,
+        LLMCollector(ScriptedEnv(), vllm_policy(engine, tokens=5), steps_per_batch=1, max_policy_lag=0) as aged,
+    ):
+        target = Watched()
+        aged.start(target)
+        gate.wait()
+        updating = in_background(lambda: updated.update_policy_weights_(telling(original, 1)))
+        with pytest.raises(TimeoutError):
+            updating.result(0.5)
+        gate.open()
+        updating.result(PATIENCE)
+        while (target.get(timeout=PATIENCE))["collector", "policy_version"] != 1:
+            pass
+    assert all(version == current for version, current in seen), seen
 
 
 def test_two_policies_over_one_engine_are_switched_once(

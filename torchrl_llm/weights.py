@@ -24,8 +24,10 @@ import torch
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion
 
+from torchrl_llm.changing import Changing
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, PolicyError
+from torchrl_llm.policies.engine_owner import EngineOwner
 from torchrl_llm.policies.hold import Hold, HoldEnded, refuse_owners
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Runner
@@ -80,7 +82,7 @@ class PolicyWeights:
         keep: whether to keep a copy of the newest weights, for policies that are rebuilt.
         on_update: called after each update, with the new version.
 
-    ``changing`` is held while the version changes.
+    ``changing`` is held while the version changes, also by another collector that shares an engine.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class PolicyWeights:
         self._keep = keep
         self._kept: Weights | None = None
         self._on_update = on_update
-        self.changing = threading.RLock()
+        self.changing = Changing(self._engine_owners)
         self._version = 0
         self._updates = 0
         self._seconds = 0.0
@@ -225,6 +227,10 @@ class PolicyWeights:
     def _engines(self) -> list[Any]:
         """The targets that can sleep."""
         return [target for target in self._targets(all_of_them=False) if hasattr(target, "sleep")]
+
+    def _engine_owners(self) -> list[EngineOwner]:
+        owners = [target.owner for target in self._targets(all_of_them=False)]
+        return [owner for owner in owners if isinstance(owner, EngineOwner)]
 
     def _keep_copy(self, weights: Weights) -> None:
         """A copy of the newest weights, in memory that is used again; the trainer goes on changing its own."""

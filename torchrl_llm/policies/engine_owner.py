@@ -32,6 +32,7 @@ class EngineOwner:
     def __init__(self, name: str) -> None:
         self.rests = Rests()
         self.asleep = EngineSleep()
+        self.changing = threading.RLock()  # see :mod:`torchrl_llm.changing`
         self.version = 0
         self.holders = 0
         self.closed = False
