@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -301,3 +302,20 @@ def assert_settled(stats: dict[str, Any]) -> None:
     """The law after the end: nothing is in flight or waits any more."""
     assert_conserved(stats)
     assert stats["in_flight"] == stats["turns_pending"] == stats["requests_in_flight"] == 0, stats
+
+
+# Threads
+
+
+def in_background(call: Callable[[], Any]) -> Future[Any]:
+    """What becomes of a call in a thread of its own, which a test that fails leaves behind."""
+    result: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return result

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from typing import Any
 
 import pytest
-from fakes import PATIENCE, Gate, ScriptedEnv, assert_settled
+from fakes import PATIENCE, Gate, ScriptedEnv, assert_settled, in_background
 from telling_weights import telling, token_of, vllm_policy
 from tensordict import TensorDictBase
 from test_lag import Module, weights
@@ -70,6 +71,39 @@ def test_two_collectors_over_one_engine_share_the_version_of_its_weights(engine:
         assert int(row["collector", "policy_version"]) == 1
         other.update_policy_weights_(telling(original, 2))
         assert one.policy_version == other.policy_version == 2
+
+
+def test_what_is_handed_over_does_not_age_by_an_update_of_a_collector_that_shares_the_engine(
+    engine: Any, original: Any
+) -> None:
+    gate = Gate()
+    seen: list[tuple[int, int]] = []
+
+    class Watched(queue.Queue[Any]):
+        """Holds the third batch in its ``put``, and notes the version that a batch has and the collector's."""
+
+        def put(self, item: Any, *args: Any, **kwargs: Any) -> None:
+            if item is not None:
+                if len(seen) == 2:
+                    gate()
+                seen.append((int(item[0]["collector", "policy_version"]), aged.policy_version))
+            super().put(item, *args, **kwargs)
+
+    with (
+        LLMCollector(ScriptedEnv(), vllm_policy(engine, tokens=5), steps_per_batch=1) as updated,
+        LLMCollector(ScriptedEnv(), vllm_policy(engine, tokens=5), steps_per_batch=1, max_policy_lag=0) as aged,
+    ):
+        target = Watched()
+        aged.start(target)
+        gate.wait()
+        updating = in_background(lambda: updated.update_policy_weights_(telling(original, 1)))
+        with pytest.raises(TimeoutError):
+            updating.result(0.5)
+        gate.open()
+        updating.result(PATIENCE)
+        while (target.get(timeout=PATIENCE))["collector", "policy_version"] != 1:
+            pass
+    assert all(version == current for version, current in seen), seen
 
 
 def test_two_policies_over_one_engine_are_switched_once(
@@ -159,3 +193,63 @@ def _read(collector: LLMCollector) -> None:
 
 def _update(collector: LLMCollector) -> None:
     collector.update_policy_weights_(weights(1))
+
+
+def _await_holds(collector: LLMCollector) -> None:
+    [runner] = collector._weights._pool.runners
+    deadline = time.monotonic() + PATIENCE
+    while not runner._holds:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_a_policys_call_cannot_update_weights_while_another_thread_does(whose: str) -> None:
+    """It would wait for the other update, and that one for the end of the call."""
+    gate, holder = Gate(), []
+
+    class Selfish(Module):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            gate()
+            holder[0].update_policy_weights_(weights(5))
+            return super().forward(td)
+
+    with (
+        LLMCollector(ScriptedEnv(), Selfish(), steps_per_batch=1) as collector,
+        LLMCollector(ScriptedEnv(), Module(), steps_per_batch=1) as other,
+    ):
+        holder.append(collector if whose == "its own" else other)
+        reading = in_background(lambda: next(collector))
+        gate.wait()
+        updating = in_background(lambda: collector.update_policy_weights_(weights(1)))
+        _await_holds(collector)
+        gate.open()
+        updating.result(PATIENCE)
+        with pytest.raises(PolicyError, match="cannot update its own weights from its call, nor those of others"):
+            reading.result(PATIENCE)
+        in_background(lambda: other.update_policy_weights_(weights(7))).result(PATIENCE)
+        assert other.policy_version == 1
+        holder.clear()
+
+
+def test_a_shutdown_ends_an_update_that_waits_for_a_policy_that_never_returns() -> None:
+    gate = Gate()
+
+    class Stuck(Module):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            gate()
+            return super().forward(td)
+
+    collector = LLMCollector(ScriptedEnv(), Stuck(), steps_per_batch=1)
+    reading = in_background(lambda: next(collector))
+    gate.wait()
+    updating = in_background(lambda: collector.update_policy_weights_(weights(1)))
+    _await_holds(collector)
+    with pytest.warns(RuntimeWarning, match="could not be interrupted"):
+        collector.shutdown(timeout=0.1)
+    updating.result(PATIENCE)  # the call is still under way
+    with LLMCollector(ScriptedEnv(), Module(), steps_per_batch=1) as other:
+        in_background(lambda: other.update_policy_weights_(weights(1))).result(PATIENCE)
+    gate.open()
+    with pytest.raises(CollectorError):
+        reading.result(PATIENCE)

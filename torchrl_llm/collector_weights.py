@@ -10,6 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from torchrl_llm.errors import CollectorError
 from torchrl_llm.reading import Reading
 from torchrl_llm.weight_forms import one_source
 from torchrl_llm.weights import PolicyWeights
@@ -101,6 +102,8 @@ class WeightMethods(Reading):
     def sleep(self, level: int = 1) -> None:
         """Puts the ``vllm.LLM`` engines to sleep, so that training has their GPU; requests wait. From any thread.
 
+        An engine that several collectors share sleeps for all of them, and each of them can wake it.
+
         Args:
             level: vLLM's: 1 moves the weights to CPU memory, 2 discards them.
 
@@ -109,6 +112,8 @@ class WeightMethods(Reading):
             CollectorError: if they sleep already, or the collection is over.
         """
         self._collection.check_open()
+        if self._collection.finished:
+            raise CollectorError("the collector has come to its end, and its policies with it: none can sleep")
         self._weights.sleep(level)
 
     def wake_up(self) -> None:

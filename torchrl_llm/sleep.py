@@ -3,35 +3,40 @@
 While they sleep, the engines' threads rest: requests wait, and those that were in an engine go on when it is awake. At
 level 2 the weights are gone; the threads rest on until new ones have been pushed, and a reader gets an error meanwhile.
 
+Whether an engine sleeps is the engine's own (:mod:`torchrl_llm.policies.engine_sleep`), so that all collectors that
+share it know; here is what a collector does with all of its engines.
+
 Any thread may call; :class:`~torchrl_llm.weights.PolicyWeights` and this module share the process-wide update lock.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torchrl_llm.errors import CollectorError
-from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.engine_owner import EngineOwner
+from torchrl_llm.policies.hold import Hold, HoldEnded
 from torchrl_llm.policies.weight_target import WeightTarget
+
+logger = logging.getLogger("torchrl_llm")
 
 LEVELS = (1, 2)
 
 
-class Sleep:
-    """Which engines sleep, and what they need before they can go on.
-
-    Invariant: a hold that is kept here is released by :meth:`wake_up`, by :meth:`pushed`, or by :meth:`end`.
-    """
-
-    def __init__(self) -> None:
-        self._level = 0
-        self._awake_without_weights = False
-        self._held: dict[int, tuple[WeightTarget, Hold]] = {}
+class SleepRules:
+    """What may be asked of engines that may sleep. A subclass knows whether they do."""
 
     @property
     def level(self) -> int:
         """How deep they sleep; 0 if they are awake."""
-        return self._level
+        raise NotImplementedError
+
+    @property
+    def without_weights(self) -> bool:
+        """Whether they have woken from level 2, and no weights were pushed since."""
+        raise NotImplementedError
 
     def check_ready(self) -> None:
         """Refuses a reader whose engines cannot answer.
@@ -39,9 +44,9 @@ class Sleep:
         Raises:
             CollectorError: if they sleep, or have woken from level 2 and have no weights yet.
         """
-        if self._level:
+        if self.level:
             raise CollectorError("the collector's engines sleep: call wake_up() before it is read")
-        if self._awake_without_weights:
+        if self.without_weights:
             raise CollectorError(
                 "the engines have slept at level 2, which discards their weights: call update_policy_weights_() before "
                 "the collector is read"
@@ -53,71 +58,125 @@ class Sleep:
         Raises:
             CollectorError: if they sleep.
         """
-        if self._level:
+        if self.level:
             raise CollectorError("the collector's engines sleep: call wake_up() before update_policy_weights_()")
 
     def _check_can_sleep(self, level: Any) -> None:
         if level not in LEVELS:
             raise ValueError(f"level={level!r} is not allowed: pass 1 (weights to CPU memory) or 2 (weights discarded)")
-        if self._level or self._awake_without_weights:
+        if self.level or self.without_weights:
             raise CollectorError("the collector's engines sleep already, or have no weights yet")
 
     def _check_asleep(self) -> None:
-        if not self._level:
+        if not self.level:
             raise CollectorError("the collector's engines do not sleep")
 
-    def sleep(self, targets: list[WeightTarget], level: int) -> None:
-        """Puts engines to sleep.
+
+class SleepTarget(Protocol):
+    """An engine that can sleep; its calls are to be run in its owner's thread."""
+
+    name: str
+    owner: EngineOwner
+
+    def hold(self, mode: str) -> Hold:
+        """See :class:`WeightTarget`."""
+
+    def sleep(self, level: int) -> None:
+        """Puts the engine to sleep with the requests that are in it."""
+
+    def wake_up(self) -> None:
+        """Wakes it."""
+
+
+class Sleep(SleepRules):
+    """Which of a collector's engines sleep, whoever put them to sleep.
+
+    Args:
+        engines: the collector's engines at this moment, each once, without those that are gone.
+    """
+
+    def __init__(self, engines: Callable[[], list[SleepTarget]]) -> None:
+        self._engines = engines
+
+    @property
+    def level(self) -> int:
+        """How deep they sleep: the deepest of them; 0 if all are awake."""
+        return max((target.owner.asleep.level for target in self._engines()), default=0)
+
+    @property
+    def without_weights(self) -> bool:
+        """Whether one has woken from level 2, and no weights were pushed since."""
+        return any(target.owner.asleep.without_weights for target in self._engines())
+
+    def sleep(self, level: int) -> None:
+        """Puts all engines to sleep.
 
         Raises:
             ValueError: for a level that vLLM does not have, or if no policy is a ``vllm.LLM``.
-            CollectorError: if they sleep already.
+            CollectorError: if one sleeps already, or the collector is shut down meanwhile.
+
+        Whatever stops it half way, those that slept already are awake again; at level 2 they have no weights.
         """
         self._check_can_sleep(level)
-        engines = [target for target in targets if hasattr(target, "sleep")]
+        engines = self._engines()
         if not engines:
             raise ValueError("no policy of the collector is a vllm.LLM that could sleep")
-        holds = [(target, target.hold("restart" if level == 2 else "continue")) for target in engines]
+        holds: list[Hold] = []
+        asleep: list[SleepTarget] = []
         try:
-            for target, hold in holds:
+            for target in engines:
+                holds.append(target.hold("restart" if level == 2 else "continue"))
+            for hold in holds:
                 hold.wait()
-                hold.run(lambda target=target: target.sleep(level))  # type: ignore[misc]
+            for target, hold in zip(engines, holds, strict=True):
+                _put_to_sleep(target, level, hold)
+                asleep.append(target)
         except BaseException:
-            for _, hold in holds:
+            for hold in holds[len(asleep) :]:
                 hold.release()
+            for target in asleep:
+                try:
+                    _wake(target)
+                except Exception as failure:
+                    logger.error("%s sleeps on, and did not wake: %s: %s", target.name, type(failure).__name__, failure)
             raise
-        self._level = level
-        self._held = {id(target.owner): (target, hold) for target, hold in holds}
 
     def wake_up(self) -> None:
-        """Wakes the engines; after level 2 they rest on until weights are pushed.
+        """Wakes the engines that sleep; after level 2 they rest on until weights are pushed.
 
         Raises:
-            CollectorError: if they do not sleep.
+            CollectorError: if none sleeps, or the collector is shut down meanwhile.
         """
         self._check_asleep()
-        for target, hold in self._held.values():
-            hold.run(target.wake_up)  # type: ignore[attr-defined]
-        self._awake_without_weights = self._level == 2
-        self._level = 0
-        if not self._awake_without_weights:
-            self.end()
+        for target in self._engines():
+            if target.owner.asleep.level:
+                _wake(target)
 
     def held(self, target: WeightTarget) -> Hold | None:
-        """The hold of an engine that rests here."""
-        found = self._held.get(id(target.owner))
-        return None if found is None else found[1]
+        """The hold of an engine that is awake and rests until it has weights."""
+        asleep = getattr(target.owner, "asleep", None)  # A module's runner has none.
+        return asleep.hold if asleep is not None and asleep.without_weights else None
 
     def pushed(self) -> None:
         """All engines have new weights: those that waited for them go on."""
-        if self._awake_without_weights:
-            self._awake_without_weights = False
-            self.end()
+        for target in self._engines():
+            target.owner.asleep.pushed()
 
-    def end(self) -> None:
-        """Lets all engines' threads go."""
-        self._level, self._awake_without_weights = 0, False
-        held: list[Any] = list(self._held.values())
-        self._held.clear()
-        for _, hold in held:
-            hold.release()
+
+def _put_to_sleep(target: SleepTarget, level: int, hold: Hold) -> None:
+    hold.run(lambda: target.sleep(level))
+    if not target.owner.asleep.fell_asleep(level, hold):
+        hold.run(target.wake_up)
+        raise CollectorError(f"the collector was shut down while {target.name} fell asleep: it is awake again")
+
+
+def _wake(target: SleepTarget) -> None:
+    state = target.owner.asleep
+    hold = state.hold
+    try:
+        if hold is None:
+            raise HoldEnded
+        hold.run(target.wake_up)
+    except HoldEnded:
+        raise CollectorError(f"the collector was shut down before {target.name} was woken: it sleeps on") from None
+    state.awake()

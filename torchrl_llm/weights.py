@@ -14,6 +14,7 @@ other. :meth:`PolicyWeights.restore` is called by the thread that rebuilds a pol
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,9 +24,11 @@ import torch
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion
 
+from torchrl_llm.changing import Changing
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, PolicyError
-from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.engine_owner import EngineOwner
+from torchrl_llm.policies.hold import Hold, HoldEnded, refuse_owners
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Runner
 from torchrl_llm.policies.weight_target import Switch, WeightTarget
@@ -79,7 +82,7 @@ class PolicyWeights:
         keep: whether to keep a copy of the newest weights, for policies that are rebuilt.
         on_update: called after each update, with the new version.
 
-    ``changing`` is held while the version changes.
+    ``changing`` is held while the version changes, also by another collector that shares an engine.
     """
 
     def __init__(
@@ -94,15 +97,14 @@ class PolicyWeights:
         self._keep = keep
         self._kept: Weights | None = None
         self._on_update = on_update
-        self.changing = threading.RLock()
+        self.changing = Changing(self._engine_owners)
         self._version = 0
         self._updates = 0
         self._seconds = 0.0
         self._sending = False
         self.transport: Transport | None = None
-        self.asleep = Sleep()
+        self.asleep = Sleep(self._engines)
         pool.on_rebuild = self.restore
-        pool.on_close = self.asleep.end
 
     @property
     def version(self) -> int:
@@ -133,7 +135,9 @@ class PolicyWeights:
             TypeError: if the weights have none of the allowed forms, or a policy has no weights.
             PolicyError: if a policy failed while it switched; it is given up.
             CollectorError: if the engines sleep.
+            RuntimeError: in a policy's own thread, which would wait for itself.
         """
+        refuse_owners()
         mode = self._mode if mode is None else check_mode(mode)
         begun = time.monotonic()
         with _updating:
@@ -166,11 +170,13 @@ class PolicyWeights:
 
     def sleep(self, level: int) -> None:
         """See :meth:`Sleep.sleep`."""
+        refuse_owners()
         with _updating:
-            self.asleep.sleep(self._targets(all_of_them=False), level)
+            self.asleep.sleep(level)
 
     def wake_up(self) -> None:
         """See :meth:`Sleep.wake_up`."""
+        refuse_owners()
         with _updating:
             self.asleep.wake_up()
 
@@ -217,6 +223,14 @@ class PolicyWeights:
             elif not target.gone:
                 found.setdefault(id(target.owner), target)
         return list(found.values())
+
+    def _engines(self) -> list[Any]:
+        """The targets that can sleep."""
+        return [target for target in self._targets(all_of_them=False) if hasattr(target, "sleep")]
+
+    def _engine_owners(self) -> list[EngineOwner]:
+        owners = [target.owner for target in self._targets(all_of_them=False)]
+        return [owner for owner in owners if isinstance(owner, EngineOwner)]
 
     def _keep_copy(self, weights: Weights) -> None:
         """A copy of the newest weights, in memory that is used again; the trainer goes on changing its own."""
@@ -323,6 +337,8 @@ def _switch_resting(
     for target, switch, hold in resting:
         try:
             hold.run(lambda switch=switch: switch(version))  # type: ignore[misc]
+        except HoldEnded:
+            continue  # It slept, and was closed on the way.
         except Exception as error:
             _give_up(target, hold, error)
             failed.append((target, error))
@@ -330,7 +346,8 @@ def _switch_resting(
 
 
 def _give_up(target: WeightTarget, hold: Hold, error: Exception) -> None:
-    hold.run(lambda: target.fail(error))
+    with contextlib.suppress(HoldEnded):
+        hold.run(lambda: target.fail(error))
 
 
 def _half_way(

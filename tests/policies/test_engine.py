@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 from torchrl.modules.llm import vLLMWrapper
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from torchrl_llm import LLMCollector, PolicyError
+from torchrl_llm import CollectorError, LLMCollector, PolicyError
 from torchrl_llm.policies.engine import EngineThread, Request, acquire
 
 
@@ -257,6 +257,40 @@ def test_a_thread_in_a_step_that_does_not_end_is_named(model: Model) -> None:
     held.abort([request])
     assert held.release(time.monotonic() + 0.05) == [f"torchrl_llm-engine-{id(model):x}"]
     model.llm_engine.outcomes.put([])  # now it ends: the fixture that looks for threads would say if not
+
+
+def test_an_engine_that_is_given_back_in_a_step_without_end_keeps_nobody_waiting_for_its_rest(model: Model) -> None:
+    engine, answers = model.llm_engine, Answers()
+    held = acquire(model)
+    request = add(held, answers, "long")
+    engine.await_step()
+    holds = [held.hold("continue"), held.hold("wait")]
+    held.abort([request])
+    assert held.release(time.monotonic() + 0.05) == [f"torchrl_llm-engine-{id(model):x}"]
+    for hold in (*holds, held.hold("continue")):
+        with pytest.raises(RuntimeError, match="given back"):
+            hold._reached.result(PATIENCE)
+    engine.outcomes.put([])  # now the step ends, and the thread must rest for nobody: the fixture would see it
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_an_engine_at_rest_for_its_sleep_refuses_further_holds_and_answers_all_if_it_is_given_up(
+    asleep: bool, model: Model, thread: EngineThread
+) -> None:
+    """Whether it sleeps, or is awake and waits for weights."""
+    answers, hold, error = Answers(), thread.hold("continue"), RuntimeError("out of memory")
+    hold.wait()
+    assert thread.asleep.fell_asleep(2, hold)
+    if not asleep:
+        thread.asleep.awake()
+    with pytest.raises(CollectorError, match="engine sleeps, or has no weights"):
+        thread.hold("continue")
+    add(thread, answers, "waits")
+    assert answers.none_left()
+    hold.run(lambda: thread.fail(error))
+    assert answers.next() == ("waits", None, error)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        thread.hold("continue")._reached.result(PATIENCE)
 
 
 def test_two_threads_are_never_in_one_engine(model: Model) -> None:

@@ -16,7 +16,7 @@ from test_groups import Answered, echo, prompts
 from test_ray_prompts import members
 from test_ray_weights import telling_policy, weights
 
-from torchrl_llm import CollectorError, LLMCollector, PromptSource, WorkerHooks
+from torchrl_llm import CollectorError, LLMCollector, PromptSource, WorkerError, WorkerHooks
 
 pytestmark = pytest.mark.slow
 
@@ -129,11 +129,36 @@ def test_a_prompt_has_the_same_seeds_on_whichever_worker_it_is_answered(ray_clus
 
 
 def with_engines_that_sleep(worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Gives in-process modules vLLM's two calls; the rest is what engines have."""
+    """Gives in-process modules vLLM's two calls, and their runners what an engine's thread has."""
+    from torchrl_llm.policies.batched import BatchedRunner
+    from torchrl_llm.policies.engine_sleep import EngineSleep
     from torchrl_llm.policies.weights_module import ModuleTarget
 
+    init, close = BatchedRunner.__init__, BatchedRunner.close
+
+    def init_asleep(self: Any, *args: Any) -> None:
+        self.asleep = EngineSleep()
+        init(self, *args)
+
+    def close_asleep(self: Any, deadline: float) -> list[str]:
+        self.asleep.close()
+        return close(self, deadline)
+
+    BatchedRunner.__init__, BatchedRunner.close = init_asleep, close_asleep  # type: ignore[method-assign]
     ModuleTarget.sleep = lambda self, level: None  # type: ignore[attr-defined]
     ModuleTarget.wake_up = lambda self: None  # type: ignore[attr-defined]
+    return arguments
+
+
+def with_one_that_cannot_sleep(worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    from torchrl_llm.policies.weights_module import ModuleTarget
+
+    def fail(self: Any, level: int) -> None:
+        raise RuntimeError("no sleep here")
+
+    arguments = with_engines_that_sleep(worker, arguments)
+    if worker == 1:
+        ModuleTarget.sleep = fail  # type: ignore[attr-defined]
     return arguments
 
 
@@ -182,6 +207,22 @@ def test_all_workers_sleep_and_wake_together_also_one_that_was_restarted_meanwhi
             }
         assert_conserved(collector.stats())
     assert_settled(collector.stats())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_that_cannot_sleep_leaves_none_asleep(level: int, ray_cluster: Any) -> None:
+    with LLMCollector(
+        ScriptedEnv, telling_policy(), steps_per_batch=1, num_workers=2, backend="ray",
+        hooks=WorkerHooks(handle=with_one_that_cannot_sleep),
+    ) as collector:  # fmt: skip
+        with pytest.raises(WorkerError, match="worker 1: RuntimeError: no sleep here"):
+            collector.sleep(level)
+        assert levels(collector) == {0: 0, 1: 0}
+        if level == 2:
+            with pytest.raises(CollectorError, match="discards their weights"):
+                next(collector)
+            collector.update_policy_weights_(weights(1))
+        assert len(next(collector)) == 1
 
 
 def test_what_cannot_sleep_says_so_and_goes_on(ray_cluster: Any) -> None:

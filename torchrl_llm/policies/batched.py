@@ -21,7 +21,7 @@ from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_llm.policies.hold import Hold
+from torchrl_llm.policies.hold import Hold, OwnerThread
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.runner import IDLE_SECONDS, Post, Response, Ticket
 from torchrl_llm.policies.weight_target import WeightTarget
@@ -51,7 +51,7 @@ class BatchedRunner:
         self._waiting: deque[tuple[Ticket, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="torchrl_llm-policy", daemon=True)
+        self._thread = OwnerThread(target=self._work, name="torchrl_llm-policy", daemon=True)
         self._thread.start()
 
     def prepare(self, observation: TensorDictBase, carry: Any) -> Any:
@@ -118,13 +118,17 @@ class BatchedRunner:
         return False
 
     def close(self, deadline: float) -> list[str]:
-        """See :meth:`Runner.close`. A call of the policy that is under way cannot be cut short."""
+        """See :meth:`Runner.close`. A call of the policy that is under way cannot be cut short.
+
+        Weight updates that wait for its end wait no longer, also if it never ends.
+        """
         with self._changed:
             self._closing = True
             self._waiting.clear()
             self._changed.notify()
         self._thread.join(max(IDLE_SECONDS, deadline - time.monotonic()))
         if self._thread.is_alive():
+            self._give_up_holds()
             return [self._thread.name]
         # A closed runner that somebody still knows must not keep the policy's memory.
         self.policy = None
@@ -144,8 +148,13 @@ class BatchedRunner:
                 hold.rest()
             else:
                 self._run(batch)
-        while self._holds:
-            self._holds.popleft().give_up(RuntimeError("the policy was closed"))
+        self._give_up_holds()
+
+    def _give_up_holds(self) -> None:
+        """Those that have not come to rest; one that rests is let go by whoever asked for it."""
+        with self._changed:
+            while self._holds:
+                self._holds.popleft().give_up(RuntimeError("the policy was closed"))
 
     def _await_more(self) -> None:
         """Waits for company, up to ``batch_wait`` seconds after the first request."""

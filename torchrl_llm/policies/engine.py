@@ -289,6 +289,7 @@ class EngineThread(EngineOwner):
         self._kept_back.clear()
         for request in requests:
             request.callback(None, error)
+        self.asleep.close()
         while self._draining:
             self._draining.popleft().give_up(error)
 

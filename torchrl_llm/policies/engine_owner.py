@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from torchrl_llm.policies.hold import Hold
+from torchrl_llm.errors import CollectorError
+from torchrl_llm.policies.engine_sleep import EngineSleep
+from torchrl_llm.policies.hold import Hold, OwnerThread
 from torchrl_llm.policies.rests import Rests
 
 # Guards which thread owns which engine, and who holds it.
@@ -29,6 +31,8 @@ class EngineOwner:
 
     def __init__(self, name: str) -> None:
         self.rests = Rests()
+        self.asleep = EngineSleep()
+        self.changing = threading.RLock()  # see :mod:`torchrl_llm.changing`
         self.version = 0
         self.holders = 0
         self.closed = False
@@ -36,7 +40,8 @@ class EngineOwner:
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._ended = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._asked: list[Hold] = []
+        self._thread = OwnerThread(target=self._work, name=name, daemon=True)
 
     def hold(self, mode: str) -> Hold:
         """Brings the thread to rest, for a weight switch; returns at once, see :class:`Hold`.
@@ -45,13 +50,21 @@ class EngineOwner:
             mode: what becomes of the requests in the engine: ``"continue"``, ``"wait"`` or ``"restart"``.
 
         Raises:
+            CollectorError: if the engine sleeps, or waits for weights after it: its thread rests already.
             RuntimeError: from :meth:`Hold.wait`, if the engine is dead or given back.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("an engine's own thread cannot wait for itself: update weights from another thread")
+        if self.asleep.hold is not None:
+            raise CollectorError(
+                "the policy's engine sleeps, or has no weights since it slept at level 2: any collector that shares it "
+                "can call wake_up(), and then update_policy_weights_()"
+            )
         hold = Hold(self._thread.name)
         with self._changed:
-            if not self._ended:
+            if not (self._ended or self.closed):
+                self._asked = [other for other in self._asked if not other.decided]
+                self._asked.append(hold)
                 self._commands.append(lambda: self._begin_hold(hold, mode))
                 self._changed.notify()
                 return hold
@@ -59,16 +72,25 @@ class EngineOwner:
         return hold
 
     def release(self, deadline: float) -> list[str]:
-        """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``."""
+        """Gives the engine back; the last holder ends the thread and waits for it until ``deadline``.
+
+        Weight updates that wait for a thread that is still busy then wait no longer.
+        """
         with engines_lock:
             self.holders -= 1
             if self.holders:
                 return []
             self.closed = True
+        self.asleep.close()
         with self._changed:
             self._changed.notify()
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        return [self._thread.name] if self._thread.is_alive() else []
+        if not self._thread.is_alive():
+            return []
+        with self._changed:
+            for hold in self._asked:
+                hold.give_up(RuntimeError("the engine was given back"))
+        return [self._thread.name]
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._changed:

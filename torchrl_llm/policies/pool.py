@@ -89,7 +89,6 @@ class PolicyPool:
         self._options = options
         self._constructors = constructors
         self._track = False
-        self.on_close: Callable[[], None] | None = None
         self.on_rebuild: Callable[[Runner], None] | None = None
         self.loads = [0] * len(policies)
         self.failures_in_row = [0] * len(policies)
@@ -142,8 +141,6 @@ class PolicyPool:
 
     def close(self, deadline: float) -> list[str]:
         """Ends the runners; returns the names of the threads that are still busy at ``deadline``."""
-        if self.on_close is not None:
-            self.on_close()
         busy = [name for runner in self.runners for name in runner.close(deadline)]
         self._collect_engines()
         return busy

@@ -12,10 +12,10 @@ from typing import Any
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.ray.calls import refusal
 from torchrl_llm.ray.roster import SLEEP, Roster
-from torchrl_llm.sleep import Sleep
+from torchrl_llm.sleep import SleepRules
 
 
-class ClusterSleep(Sleep):
+class ClusterSleep(SleepRules):
     """Whether the engines sleep: those of all workers, or none.
 
     Args:
@@ -23,8 +23,19 @@ class ClusterSleep(Sleep):
     """
 
     def __init__(self, roster: Roster) -> None:
-        super().__init__()
+        self._level = 0
+        self._without_weights = False
         self._roster = roster
+
+    @property
+    def level(self) -> int:
+        """See :class:`SleepRules`."""
+        return self._level
+
+    @property
+    def without_weights(self) -> bool:
+        """See :class:`SleepRules`."""
+        return self._without_weights
 
     def sleep_all(self, level: int) -> None:
         """Puts the engines of all workers to sleep.
@@ -32,7 +43,8 @@ class ClusterSleep(Sleep):
         Raises:
             ValueError: for a level that vLLM does not have, or if no policy is a ``vllm.LLM``.
             CollectorError: if they sleep already.
-            WorkerError: naming the workers whose engines could not; those of the others are awake again.
+            WorkerError: naming the workers whose engines could not; those of the others are awake again, at level 2
+                without weights.
         """
         self._check_can_sleep(level)
         self._roster.asleep = True
@@ -43,6 +55,8 @@ class ClusterSleep(Sleep):
                 self._wake()
             if isinstance(error, WorkerError) and (reason := refusal(error)) is not None:
                 raise reason from error
+            # Those that slept are awake and wait for weights.
+            self._without_weights = level == 2
             raise
         self._level = level
 
@@ -50,8 +64,12 @@ class ClusterSleep(Sleep):
         """Wakes the engines of all workers; see :meth:`Sleep.wake_up`."""
         self._check_asleep()
         self._wake()
-        self._awake_without_weights = self._level == 2
+        self._without_weights = self._level == 2
         self._level = 0
+
+    def pushed(self) -> None:
+        """All workers have new weights."""
+        self._without_weights = False
 
     def _wake(self) -> None:
         self._roster.order(SLEEP, awaken, lambda life: ())
