@@ -75,6 +75,22 @@ def test_an_engine_in_its_own_process_answers_as_the_new_weights_do(
                 check_answer(row, new, tokenizer)
 
 
+def test_a_folder_with_a_wrappers_prefix_is_read_by_an_engine_that_reads_files(
+    engine: Any, original: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_llm.policies import weights_vllm_reload
+
+    monkeypatch.setattr(weights_vllm_reload, "shares_memory", lambda engine: False)
+    new = perturbed(original, 5)
+    tensors = {"module." + name: tensor.contiguous() for name, tensor in new.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LLMCollector(ScriptedEnv(forever()), vllm_policy(engine), steps_per_batch=1) as collector:
+        collector.update_policy_weights_(tmp_path)
+        assert collector.policy_version == 1
+        check_answer(next(collector)[0], new, tokenizer)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 @pytest.mark.slow
 def test_a_policy_that_is_rebuilt_answers_with_the_newest_weights(tiny_model: str, original: Any) -> None:
     engines: list[Any] = []

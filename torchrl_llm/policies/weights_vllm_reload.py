@@ -62,7 +62,7 @@ class ReloadTarget:
         if shares_memory(engine):
             arguments: dict[str, Any] = {"weights_iterator": list(new.items())}
         else:
-            arguments = {"weights_path": weights.folder or weights.as_folder(new)}
+            arguments = {"weights_path": weights.own_folder(new) or weights.as_folder(new)}
 
         def switch(version: int) -> None:
             if "weights_path" in arguments and engine.vllm_config.load_config.load_format == "dummy":
