@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import ScriptedEnv
+from fakes import PATIENCE, ScriptedEnv, echo
 from telling_weights import load_tiny, telling, token_of
+from tensordict import TensorDictBase
 from test_lag import Module, weights
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.modules.llm import vLLMWrapper
@@ -63,6 +66,41 @@ def test_a_weight_updater_is_called_once_per_update_and_counted_once() -> None:
             collector.update_policy_weights_(weights(4), model_id="actor")
         with pytest.raises(CollectorError, match=r"push weights by collector.update_policy_weights_"):
             updater.push_weights(policy_or_weights=weights(4), worker_ids=0)
+
+
+@pytest.mark.parametrize("lag", [None, 0])
+def test_a_callable_without_weights_has_the_version_that_was_sent(lag: int | None) -> None:
+    """It may well use what the transport has sent, and its data would be too old for ever under version 0."""
+    updater = Updater()
+    with LLMCollector(ScriptedEnv(), echo, steps_per_batch=1, weight_updater=updater, max_policy_lag=lag) as collector:
+        for version in (1, 2, 3):
+            collector.update_policy_weights_(weights(version))
+        target: queue.Queue[Any] = queue.Queue()
+        collector.start(target)
+        rows = [target.get(timeout=PATIENCE)[0] for _ in range(4)]
+        assert {int(row["collector", "policy_version"]) for row in rows[1:]} == {3}
+        assert collector.policy_version == 3
+
+
+def test_a_callable_without_weights_rests_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, asked, calls = threading.Event(), threading.Event(), []
+
+    def slow(td: TensorDictBase) -> TensorDictBase:
+        inside.set()
+        assert asked.wait(PATIENCE)
+        calls.append("answered")
+        return echo(td)
+
+    updater = Updater()
+    updater.register_post_hook(lambda: calls.append("sent"))
+    with LLMCollector(ScriptedEnv(), slow, steps_per_batch=1, weight_updater=updater) as collector:
+        collector.start(queue.Queue())
+        assert inside.wait(PATIENCE)
+        runner = collector._pool.runners[0]
+        hold = runner.hold
+        monkeypatch.setattr(runner, "hold", lambda mode: (hold(mode), asked.set())[0])
+        collector.update_policy_weights_(weights(1))
+        assert calls[:2] == ["answered", "sent"]
 
 
 def test_a_transport_that_fails_ends_the_collection_and_names_what_is_given_up() -> None:

@@ -1,4 +1,4 @@
-"""Weights of a policy in this process: ``TransformersWrapper``, or any other ``nn.Module``.
+"""Weights of a policy in this process: ``TransformersWrapper``, any other ``nn.Module``, or a callable that has none.
 
 The new weights are copied into the module's own tensors by the runner's thread, between two calls of the policy, so
 that "continue", "wait" and "restart" mean the same to a policy that is called on batches: a call that is under way is
@@ -7,7 +7,7 @@ finished with the weights with which it began.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,18 +21,17 @@ if TYPE_CHECKING:
     from torchrl_llm.policies.batched import BatchedRunner
 
 
-class ModuleTarget:
-    """The weights of a batched runner's module.
+class BatchedTarget:
+    """A batched runner's callable that is no module: only a transport of the user's knows its weights.
 
     Args:
-        runner: owns the module.
-        policy: the runner's policy.
+        runner: runs the callable.
+        policy: the callable.
     """
 
-    def __init__(self, runner: BatchedRunner, policy: nn.Module) -> None:
+    def __init__(self, runner: BatchedRunner, policy: Any) -> None:
         self.owner = runner
         self.name = type(policy).__name__
-        self._module = module_of(policy)
 
     @property
     def gone(self) -> bool:
@@ -41,17 +40,7 @@ class ModuleTarget:
 
     def stage(self, weights: Weights) -> Switch:
         """See :class:`WeightTarget`."""
-        weights.check_whole(self.name)
-        new = spec_of_module(self._module).match(weights.tensors)
-        own = self._module.state_dict(keep_vars=True)
-
-        def switch(version: int) -> None:
-            with torch.no_grad():
-                for name, tensor in new.items():
-                    own[name].copy_(tensor)
-            self.owner.version = version
-
-        return switch
+        raise TypeError(f"the policy is a {self.name} without weights that can be updated")
 
     def refreshed(self, version: int) -> None:
         """See :class:`WeightTarget`."""
@@ -67,3 +56,30 @@ class ModuleTarget:
 
     def dispose(self) -> None:
         """Nothing was made."""
+
+
+class ModuleTarget(BatchedTarget):
+    """The weights of a batched runner's module.
+
+    Args:
+        runner: owns the module.
+        policy: the runner's policy.
+    """
+
+    def __init__(self, runner: BatchedRunner, policy: nn.Module) -> None:
+        super().__init__(runner, policy)
+        self._module = module_of(policy)
+
+    def stage(self, weights: Weights) -> Switch:
+        """See :class:`WeightTarget`."""
+        weights.check_whole(self.name)
+        new = spec_of_module(self._module).match(weights.tensors)
+        own = self._module.state_dict(keep_vars=True)
+
+        def switch(version: int) -> None:
+            with torch.no_grad():
+                for name, tensor in new.items():
+                    own[name].copy_(tensor)
+            self.refreshed(version)
+
+        return switch
