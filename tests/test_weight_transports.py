@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -251,6 +253,86 @@ def transfer_engine(tiny_model: str) -> Iterator[Any]:
     llm = LLM(tiny_model, weight_transfer_config=WeightTransferConfig(backend=name), **ENGINE_SETTINGS)
     yield llm
     llm.llm_engine.engine_core.shutdown()
+
+
+class Engine:
+    """Records what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def collective_rpc(self, method: str, **arguments: Any) -> None:
+        self.calls.append(method)
+
+
+def test_vllms_trainer_side_is_made_anew_when_an_engine_is_rebuilt() -> None:
+    trainers: list[Trainer] = []
+    ended: list[Trainer] = []
+
+    class Ending(Trainer):
+        def shutdown(self) -> None:
+            ended.append(self)
+
+    def make_trainer(client: Any) -> Trainer:
+        trainers.append(Ending(client))
+        return trainers[-1]
+
+    once = ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+    transfer, first, kept = VLLMTransfer(make_trainer), Engine(), Engine()
+    for _ in range(2):
+        transfer.engines = [first, kept]
+        transfer.send(None, {})
+    assert first.calls == kept.calls == [*once, *once[1:]]
+    assert len(trainers) == 1
+    transfer.engines = []
+    dead, last = weakref.ref(first), Engine()
+    del first
+    assert dead() is None  # nobody keeps the engine that was replaced
+    with pytest.raises(RuntimeError, match="is gone"):
+        trainers[0].client.start_weight_update()
+    transfer.engines = [last, kept]
+    transfer.send(None, {})
+    assert last.calls == once
+    assert kept.calls == [*once, *once[1:], *once]
+    assert (len(trainers), ended) == (2, [trainers[0]])
+
+
+def test_vllms_transfer_reaches_a_policy_that_is_rebuilt(transfer_engine: Any, tiny_model: str) -> None:
+    """Two vllm.LLM objects, with the same engine behind them."""
+    original = load_tiny(tiny_model)
+    made: list[Any] = []
+
+    def make_policy() -> Any:
+        made.append(copy.copy(transfer_engine))
+        generate = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+        return vLLMWrapper(made[-1], input_mode="text", generate_kwargs=generate)
+
+    clients: list[Any] = []
+
+    def make_trainer(client: Any) -> Trainer:
+        clients.append(client)
+        trainer = Trainer(client)
+        trainer.state = telling(original, 5)
+        return trainer
+
+    with LLMCollector(
+        ScriptedEnv,
+        make_policy,
+        num_envs=1,
+        steps_per_batch=1,
+        weight_updater=VLLMTransfer(make_trainer),
+        on_error="restart",
+    ) as collector:
+        collector.update_policy_weights_()
+        next(collector)
+        runner = collector._pool.runners[0]
+        runner._engine._command(lambda: runner._engine.fail(RuntimeError("died")))
+        rows = [next(collector)[0] for _ in range(4)]
+        assert len(made) == len(clients) == 2
+        assert clients[1]._engines == [made[1]]
+        for row in rows[-2:]:
+            assert set(row["tokens"].response.tolist()) == {token_of(5)}
+            assert int(row["collector", "policy_version"]) == 1
 
 
 def test_vllms_weight_transfer_runs_while_the_engine_rests(transfer_engine: Any, tiny_model: str) -> None:
