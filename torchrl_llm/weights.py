@@ -30,6 +30,7 @@ from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Runner
 from torchrl_llm.policies.weight_target import Switch, WeightTarget
+from torchrl_llm.policies.weights_module import ModuleTarget
 from torchrl_llm.policies.weights_vllm_reload import ReloadTarget
 from torchrl_llm.sleep import Sleep
 from torchrl_llm.weight_forms import Weights, read_weights
@@ -218,13 +219,17 @@ class PolicyWeights:
     def _targets(self) -> list[WeightTarget]:
         """What is to be switched, each owner once; policies that are gone are rebuilt, and get the newest weights then.
 
-        A callable without weights is among them: it rests with the others, and its version is theirs.
+        The runners of other collectors that have the same module are among them, and so is a callable without weights:
+        it rests with the others, and its version is theirs.
         """
         found: dict[int, WeightTarget] = {}
         for runner in self._pool.runners:
             target = runner.weight_target()
-            if target is not None and not target.gone:
-                found.setdefault(id(target.owner), target)
+            if target is None or target.gone:
+                continue
+            for one in target.all_with_the_module() if isinstance(target, ModuleTarget) else [target]:
+                if not one.gone:
+                    found.setdefault(id(one.owner), one)
         return list(found.values())
 
     def restore(self, runner: Runner) -> None:

@@ -25,7 +25,7 @@ from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.runner import IDLE_SECONDS, Post, Response, Ticket
 from torchrl_llm.policies.weight_target import WeightTarget
-from torchrl_llm.policies.weights_module import BatchedTarget, ModuleTarget
+from torchrl_llm.policies.weights_module import BatchedTarget, ModuleTarget, enlist
 
 
 class BatchedRunner:
@@ -40,7 +40,7 @@ class BatchedRunner:
     def __init__(self, policy: Any, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
-        self.version = 0
+        self.version = enlist(self)
         self.tokens_discarded = 0
         self.track_token_versions = False
         self._holds: deque[Hold] = deque()
