@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import queue
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from fakes import ScriptedEnv
+from fakes import PATIENCE, ScriptedEnv, echo
 from telling_weights import load_tiny, telling, token_of
+from tensordict import TensorDictBase
 from test_lag import Module, weights
 from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.modules.llm import vLLMWrapper
@@ -63,6 +68,41 @@ def test_a_weight_updater_is_called_once_per_update_and_counted_once() -> None:
             collector.update_policy_weights_(weights(4), model_id="actor")
         with pytest.raises(CollectorError, match=r"push weights by collector.update_policy_weights_"):
             updater.push_weights(policy_or_weights=weights(4), worker_ids=0)
+
+
+@pytest.mark.parametrize("lag", [None, 0])
+def test_a_callable_without_weights_has_the_version_that_was_sent(lag: int | None) -> None:
+    """It may well use what the transport has sent, and its data would be too old for ever under version 0."""
+    updater = Updater()
+    with LLMCollector(ScriptedEnv(), echo, steps_per_batch=1, weight_updater=updater, max_policy_lag=lag) as collector:
+        for version in (1, 2, 3):
+            collector.update_policy_weights_(weights(version))
+        target: queue.Queue[Any] = queue.Queue()
+        collector.start(target)
+        rows = [target.get(timeout=PATIENCE)[0] for _ in range(4)]
+        assert {int(row["collector", "policy_version"]) for row in rows[1:]} == {3}
+        assert collector.policy_version == 3
+
+
+def test_a_callable_without_weights_rests_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, asked, calls = threading.Event(), threading.Event(), []
+
+    def slow(td: TensorDictBase) -> TensorDictBase:
+        inside.set()
+        assert asked.wait(PATIENCE)
+        calls.append("answered")
+        return echo(td)
+
+    updater = Updater()
+    updater.register_post_hook(lambda: calls.append("sent"))
+    with LLMCollector(ScriptedEnv(), slow, steps_per_batch=1, weight_updater=updater) as collector:
+        collector.start(queue.Queue())
+        assert inside.wait(PATIENCE)
+        runner = collector._pool.runners[0]
+        hold = runner.hold
+        monkeypatch.setattr(runner, "hold", lambda mode: (hold(mode), asked.set())[0])
+        collector.update_policy_weights_(weights(1))
+        assert calls[:2] == ["answered", "sent"]
 
 
 def test_a_transport_that_fails_ends_the_collection_and_names_what_is_given_up() -> None:
@@ -213,6 +253,86 @@ def transfer_engine(tiny_model: str) -> Iterator[Any]:
     llm = LLM(tiny_model, weight_transfer_config=WeightTransferConfig(backend=name), **ENGINE_SETTINGS)
     yield llm
     llm.llm_engine.engine_core.shutdown()
+
+
+class Engine:
+    """Records what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def collective_rpc(self, method: str, **arguments: Any) -> None:
+        self.calls.append(method)
+
+
+def test_vllms_trainer_side_is_made_anew_when_an_engine_is_rebuilt() -> None:
+    trainers: list[Trainer] = []
+    ended: list[Trainer] = []
+
+    class Ending(Trainer):
+        def shutdown(self) -> None:
+            ended.append(self)
+
+    def make_trainer(client: Any) -> Trainer:
+        trainers.append(Ending(client))
+        return trainers[-1]
+
+    once = ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+    transfer, first, kept = VLLMTransfer(make_trainer), Engine(), Engine()
+    for _ in range(2):
+        transfer.engines = [first, kept]
+        transfer.send(None, {})
+    assert first.calls == kept.calls == [*once, *once[1:]]
+    assert len(trainers) == 1
+    transfer.engines = []
+    dead, last = weakref.ref(first), Engine()
+    del first
+    assert dead() is None  # nobody keeps the engine that was replaced
+    with pytest.raises(RuntimeError, match="is gone"):
+        trainers[0].client.start_weight_update()
+    transfer.engines = [last, kept]
+    transfer.send(None, {})
+    assert last.calls == once
+    assert kept.calls == [*once, *once[1:], *once]
+    assert (len(trainers), ended) == (2, [trainers[0]])
+
+
+def test_vllms_transfer_reaches_a_policy_that_is_rebuilt(transfer_engine: Any, tiny_model: str) -> None:
+    """Two vllm.LLM objects, with the same engine behind them."""
+    original = load_tiny(tiny_model)
+    made: list[Any] = []
+
+    def make_policy() -> Any:
+        made.append(copy.copy(transfer_engine))
+        generate = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+        return vLLMWrapper(made[-1], input_mode="text", generate_kwargs=generate)
+
+    clients: list[Any] = []
+
+    def make_trainer(client: Any) -> Trainer:
+        clients.append(client)
+        trainer = Trainer(client)
+        trainer.state = telling(original, 5)
+        return trainer
+
+    with LLMCollector(
+        ScriptedEnv,
+        make_policy,
+        num_envs=1,
+        steps_per_batch=1,
+        weight_updater=VLLMTransfer(make_trainer),
+        on_error="restart",
+    ) as collector:
+        collector.update_policy_weights_()
+        next(collector)
+        runner = collector._pool.runners[0]
+        runner._engine._command(lambda: runner._engine.fail(RuntimeError("died")))
+        rows = [next(collector)[0] for _ in range(4)]
+        assert len(made) == len(clients) == 2
+        assert clients[1]._engines == [made[1]]
+        for row in rows[-2:]:
+            assert set(row["tokens"].response.tolist()) == {token_of(5)}
+            assert int(row["collector", "policy_version"]) == 1
 
 
 def test_vllms_weight_transfer_runs_while_the_engine_rests(transfer_engine: Any, tiny_model: str) -> None:

@@ -261,7 +261,7 @@ def test_torchrls_policy_version_transform_agrees(original: Any, tokenizer: Any)
 
 def test_what_has_no_weights_says_so() -> None:
     with LLMCollector(ScriptedEnv(PROMPTS), echo, steps_per_batch=1) as collector:
-        with pytest.raises(TypeError, match="policy 0 is a function without weights"):
+        with pytest.raises(TypeError, match="the policy is a function without weights that can be updated"):
             collector.update_policy_weights_({"w": torch.zeros(1)})
         for bad, message in ((3, "weights=int is not allowed"), ({"w": 3}, "int"), ([1], "int"), ({}, "no tensors")):
             with pytest.raises((TypeError, ValueError), match=message):

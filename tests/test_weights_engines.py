@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from engine_settings import ENGINE_SETTINGS, make_multiprocess_llm
-from fakes import ScriptedEnv, assert_settled
+from fakes import PATIENCE, ScriptedEnv, assert_settled
 from safetensors.torch import load_file, save_file
 from telling_weights import check_answer, load_tiny, own_answer, perturbed, telling, token_of, vllm_policy
 
-from torchrl_llm import LLMCollector
+from torchrl_llm import CollectorError, LLMCollector
 from torchrl_llm.weight_files import SHARED_MEMORY, write_safetensors
 
 PROMPTS = ["What is the capital of France?", "a river", "2+2", "Once upon a time there was"]
@@ -73,6 +76,22 @@ def test_an_engine_in_its_own_process_answers_as_the_new_weights_do(
             rows = [next(collector)[0] for _ in range(4)]
             for row in rows[1:]:
                 check_answer(row, new, tokenizer)
+
+
+def test_a_folder_with_a_wrappers_prefix_is_read_by_an_engine_that_reads_files(
+    engine: Any, original: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_llm.policies import weights_vllm_reload
+
+    monkeypatch.setattr(weights_vllm_reload, "shares_memory", lambda engine: False)
+    new = perturbed(original, 5)
+    tensors = {"module." + name: tensor.contiguous() for name, tensor in new.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with LLMCollector(ScriptedEnv(forever()), vllm_policy(engine), steps_per_batch=1) as collector:
+        collector.update_policy_weights_(tmp_path)
+        assert collector.policy_version == 1
+        check_answer(next(collector)[0], new, tokenizer)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.slow
@@ -217,6 +236,87 @@ def test_lora_adapters_are_swapped_with_requests_in_flight(
                 made, scores = own_answer(merged[seed], tokenizer, row["text"].prompt)
                 assert row["tokens"].response.tolist() == made
                 torch.testing.assert_close(row["log_probs"].response, scores, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["continue", "wait"])
+def test_whole_weights_take_the_adapter_off(
+    mode: str, lora_engine: Any, original: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """With requests in flight that began with the adapter: their tokens are not stamped with the new version."""
+    merged = adapter_for(original, tmp_path / "adapter", 1)
+    new = perturbed(original, 3)
+    models = {0: original, 1: original, 2: merged, 3: new}
+    envs = [ScriptedEnv(forever()) for _ in range(3)]
+    with LLMCollector(envs, lora_policy(lora_engine), steps_per_batch=1, track_token_versions=True) as collector:
+        collector.update_policy_weights_(original)
+        target: queue.Queue[Any] = queue.Queue()
+        collector.start(target)
+        checked = 0
+        for version, what in ((2, tmp_path / "adapter"), (3, new)):
+            target.get(timeout=PATIENCE)
+            collector.update_policy_weights_(what, update_mode=mode)
+            whole = 0
+            while whole < 4:
+                [row] = target.get(timeout=PATIENCE)
+                versions = set(row["collector", "token_versions"].tolist())
+                assert len(versions) == 1  # none goes on from one kind of weights to the other
+                made, _ = own_answer(models[versions.pop()], tokenizer, row["text"].prompt)
+                assert row["tokens"].response.tolist() == made
+                whole += int(row["collector", "policy_version"]) == version
+                checked += 1
+        assert checked >= 8
+        assert lora_engine.llm_engine.list_loras() == set()
+
+
+def test_a_policy_that_is_rebuilt_has_base_weights_and_adapter(
+    lora_engine: Any, original: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """The files that were passed are gone by then."""
+    base = perturbed(original, 6)
+    merged = adapter_for(base, tmp_path / "adapter", 2)
+    shutil.copytree(tmp_path / "adapter", tmp_path / "passed")
+    collector = LLMCollector(
+        lambda: ScriptedEnv(forever()), lambda: lora_policy(lora_engine), steps_per_batch=1, on_error="restart"
+    )
+    with collector:
+        collector.update_policy_weights_(base)
+        collector.update_policy_weights_(tmp_path / "passed", version=7)
+        shutil.rmtree(tmp_path / "passed")
+        next(collector)
+        for model in (merged, merged, base):
+            if model is base:
+                collector.update_policy_weights_(base, version=8)  # takes the adapter off, and is kept without it
+            collector._pool.runners[0].close(time.monotonic() + PATIENCE)
+            # The new policy's engine begins with its constructor's weights.
+            lora_engine.llm_engine.remove_lora(1)
+            lora_engine.llm_engine.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": list(original.state_dict().items())}
+            )
+            collector._pool.rebuild(0)
+            rows = [next(collector)[0] for _ in range(3)]
+            for row in rows[1:]:
+                made, _ = own_answer(model, tokenizer, row["text"].prompt)
+                assert row["tokens"].response.tolist() == made
+                assert int(row["collector", "policy_version"]) == (8 if model is base else 7)
+
+
+def test_an_adapter_alone_is_refused_where_the_base_weights_are_gone(
+    lora_engine: Any, original: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    merged = adapter_for(original, tmp_path / "adapter", 1)
+    with LLMCollector(ScriptedEnv(forever()), lora_policy(lora_engine), steps_per_batch=1) as collector:
+        collector.sleep(2)
+        collector.wake_up()
+        with pytest.raises(CollectorError, match=r"discards their weights, and a LoRA adapter is not all of them"):
+            collector.update_policy_weights_(tmp_path / "adapter")
+        with pytest.raises(CollectorError, match="level 2"):
+            next(collector)
+        assert collector.policy_version == 0
+        collector.update_policy_weights_(original)
+        collector.update_policy_weights_(tmp_path / "adapter")
+        row = [next(collector)[0] for _ in range(2)][-1]
+        made, _ = own_answer(merged, tokenizer, row["text"].prompt)
+        assert row["tokens"].response.tolist() == made
 
 
 def test_adapters_that_do_not_fit_are_refused(lora_engine: Any, engine: Any, original: Any, tmp_path: Path) -> None:

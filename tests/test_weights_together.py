@@ -253,3 +253,42 @@ def test_a_shutdown_ends_an_update_that_waits_for_a_policy_that_never_returns() 
     gate.open()
     with pytest.raises(CollectorError):
         reading.result(PATIENCE)
+
+
+def test_two_collectors_of_one_module_share_its_version() -> None:
+    module = Module()
+    with LLMCollector(ScriptedEnv(), module, steps_per_batch=1) as one:
+        one.update_policy_weights_(weights(1))
+        with LLMCollector(ScriptedEnv(), module, steps_per_batch=1, max_policy_lag=0) as other:
+            assert other.policy_version == 1
+            for version, collector in ((2, one), (3, other), (4, one)):
+                collector.update_policy_weights_(weights(version))
+                assert one.policy_version == other.policy_version == version
+                for reader in (one, other):
+                    rows = [next(reader)[0] for _ in range(3)][1:]
+                    assert [(row["answer"], int(row["collector", "policy_version"])) for row in rows] == [
+                        (str(version), version)
+                    ] * 2
+            with pytest.raises(ValueError, match="version=4 is not allowed: versions grow"):
+                other.update_policy_weights_(weights(4), version=4)
+        one.update_policy_weights_(weights(5))  # the other one is closed
+        assert one.policy_version == 5
+    with LLMCollector(ScriptedEnv(), module, steps_per_batch=1) as later:
+        assert later.policy_version == 0
+
+
+def test_a_module_is_not_changed_in_the_middle_of_another_collectors_call() -> None:
+    """The module itself looks."""
+    module = Module((0.002, 0.0))
+    targets: list[queue.Queue[Any]] = [queue.Queue(), queue.Queue()]
+    with (
+        LLMCollector(ScriptedEnv(), module, steps_per_batch=1) as one,
+        LLMCollector(ScriptedEnv(), module, steps_per_batch=1) as other,
+    ):
+        one.start(targets[0])
+        other.start(targets[1])
+        for version in range(1, 40):
+            one.update_policy_weights_(weights(version))
+            for target in targets:
+                [row] = target.get(timeout=PATIENCE)
+                assert row["answer"] == str(int(row["collector", "policy_version"]))

@@ -330,7 +330,7 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
                 raise CollectorError("the collector has begun: load a state into a new one, before it is read")
             self._launches.load_state_dict(state_dict["launches"])
             self._ledger.load_state_dict(state_dict["ledger"])
-            self._pool.restore_version(state_dict["policy_version"])
+            self._weights.count_from(state_dict["policy_version"])
 
     def evaluate(self, prompts: Any, n: int = 1, key: str | None = None) -> TensorDictBase:
         """Runs a list of prompts on the collector's policies, beside the training stream, whose order and books stay.

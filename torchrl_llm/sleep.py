@@ -61,6 +61,18 @@ class SleepRules:
         if self.level:
             raise CollectorError("the collector's engines sleep: call wake_up() before update_policy_weights_()")
 
+    def check_has_weights(self) -> None:
+        """Refuses an adapter for engines without base weights.
+
+        Raises:
+            CollectorError: if they have woken from level 2 and have no weights yet.
+        """
+        if self.without_weights:
+            raise CollectorError(
+                "the engines have slept at level 2, which discards their weights, and a LoRA adapter is not all of "
+                "them: call update_policy_weights_() with whole weights first, and then with the adapter"
+            )
+
     def _check_can_sleep(self, level: Any) -> None:
         if level not in LEVELS:
             raise ValueError(f"level={level!r} is not allowed: pass 1 (weights to CPU memory) or 2 (weights discarded)")

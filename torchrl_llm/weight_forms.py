@@ -33,11 +33,13 @@ class Weights:
         tensors: by name; detached, on whatever device they were.
         folder: where they lie as safetensors files, if a path was passed.
         adapter: whether ``folder`` holds a LoRA adapter (a ``peft`` folder).
+        only: whether a loader that is given ``folder`` finds these tensors there and no others.
     """
 
     tensors: dict[str, torch.Tensor]
     folder: str | None = None
     adapter: bool = False
+    only: bool = False
     _files: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
 
     def as_folder(self, named: dict[str, torch.Tensor]) -> str:
@@ -46,6 +48,15 @@ class Weights:
         if names not in self._files:
             self._files[names] = write_folder(named)
         return self._files[names]
+
+    def own_folder(self, named: dict[str, torch.Tensor]) -> str | None:
+        """The folder that was passed, if it has ``named`` under just these names; ``None`` if it is no good for that.
+
+        Args:
+            named: what :meth:`WeightSpec.match` made of the tensors: a loader would not find a name that was changed.
+        """
+        unchanged = all(self.tensors.get(name) is tensor for name, tensor in named.items())
+        return self.folder if self.only and unchanged else None
 
     def check_whole(self, policy: str) -> None:
         """Refuses an adapter, for a policy that takes whole weights only.
@@ -135,17 +146,30 @@ def _from_folder(folder: Path) -> Weights:
     from safetensors.torch import load_file
 
     tensors: dict[str, torch.Tensor] = {}
-    for file in _safetensors_of(folder):
+    files = _safetensors_of(folder)
+    for file in files:
         tensors.update(load_file(file))
-    return Weights(tensors, str(folder), adapter=(folder / "adapter_config.json").is_file())
+    # Loaders go by the index of this name, or else take every file.
+    only = (folder / "model.safetensors.index.json").is_file() or files == sorted(folder.glob("*.safetensors"))
+    return Weights(tensors, str(folder), adapter=(folder / "adapter_config.json").is_file(), only=only)
 
 
 def _safetensors_of(folder: Path) -> list[Path]:
-    """The files of a folder that hold its weights, by its index if it has one."""
-    for index in sorted(folder.glob("*.safetensors.index.json")):
+    """The files of a folder that hold its weights, by its index if it has one.
+
+    Mistral's folders hold the weights twice: ``model*`` has the names of the checkpoint, ``consolidated*`` their own.
+    """
+    found = sorted(folder.glob("*.safetensors"))
+    indices = sorted(folder.glob("*.safetensors.index.json"), key=lambda path: (path.name[:6] != "model.", path))
+    if any(not _is_consolidated(file) for file in found):
+        found, indices = ([file for file in files if not _is_consolidated(file)] for files in (found, indices))
+    for index in indices:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         return [folder / file for file in files]
-    found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise FileNotFoundError(f"weights={str(folder)!r} has no *.safetensors files")
     return found
+
+
+def _is_consolidated(file: Path) -> bool:
+    return file.name.startswith("consolidated")

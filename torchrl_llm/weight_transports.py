@@ -9,6 +9,7 @@ A transport is called in the thread that updates, while the threads that own the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -103,8 +104,9 @@ class VLLMTransfer:
     """vLLM's own weight transfer (``LLM(weight_transfer_config=...)``: NCCL, IPC), as a collector's ``weight_updater``.
 
     Args:
-        make_trainer: called once, at the first update, with a client for all engines of the collector; returns vLLM's
-            trainer side, which has ``send_weights()``.
+        make_trainer: called at the first update, and again when an engine has been rebuilt, with a client for all
+            engines of the collector; returns vLLM's trainer side, which has ``send_weights()``. The one before it is
+            shut down, if it has a ``shutdown()``.
 
     Examples:
         >>> def make_trainer(client):
@@ -119,6 +121,7 @@ class VLLMTransfer:
     def __init__(self, make_trainer: Callable[[EnginesClient], Any]) -> None:
         self._make_trainer = make_trainer
         self._trainer: Any = None
+        self._connected: list[weakref.ref[Any]] = []
         self.engines: list[Any] = []
 
     def check(self, weights: Any, arguments: Mapping[str, Any]) -> None:
@@ -128,20 +131,36 @@ class VLLMTransfer:
 
     def send(self, weights: Any, arguments: Mapping[str, Any]) -> None:
         """See :class:`Transport`. The trainer side has its own source of weights."""
-        if self._trainer is None:
-            self._trainer = self._make_trainer(EnginesClient(self.engines))
+        engines = [weakref.ref(engine) for engine in self.engines]
+        if self._trainer is None or engines != self._connected:
+            self._connect()
+            self._connected = engines
         self._trainer.send_weights()
+
+    def _connect(self) -> None:
+        """Makes the trainer side for the engines that there are now."""
+        old, self._trainer = self._trainer, None
+        if old is not None and hasattr(old, "shutdown"):
+            old.shutdown()
+        self._trainer = self._make_trainer(EnginesClient(self.engines))
 
 
 class EnginesClient:
     """vLLM's ``VLLMWeightSyncClient`` over the ``vllm.LLM`` objects of a collector.
 
     Args:
-        engines: the engines; each gets every call.
+        engines: the engines; each gets every call. They are not kept alive: one that died gives its memory back.
     """
 
     def __init__(self, engines: list[Any]) -> None:
-        self._engines = engines
+        self._references = [weakref.ref(engine) for engine in engines]
+
+    @property
+    def _engines(self) -> list[Any]:
+        engines = [reference() for reference in self._references]
+        if any(engine is None for engine in engines):
+            raise RuntimeError("an engine to which this client was connected is gone")
+        return engines
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connects the engines with the trainer."""

@@ -6,7 +6,8 @@ rollout: it works while idle, while another thread iterates, and after ``start()
 *switch* everywhere, *release* everywhere, so that all policies of a collector change together.
 
 Invariants: either all policies have the new weights, or none has, or those that failed are given up and answer nothing
-any more; the version grows with every update that succeeded, and only then.
+any more; the version grows with every update that succeeded, and only then. A policy that is rebuilt gets the weights
+to which at least one of them has switched, never those of an update that was refused or failed everywhere.
 
 Threads: any may update, one at a time in the process, so that two collectors that share engines cannot wait for each
 other. :meth:`PolicyWeights.restore` is called by the thread that rebuilds a policy.
@@ -20,18 +21,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_llm.changing import Changing
 from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, PolicyError
+from torchrl_llm.kept_weights import KeptWeights, Sent
 from torchrl_llm.policies.engine_owner import EngineOwner
 from torchrl_llm.policies.hold import Hold, HoldEnded, refuse_owners
 from torchrl_llm.policies.pool import PolicyPool
 from torchrl_llm.policies.runner import Runner
 from torchrl_llm.policies.weight_target import Switch, WeightTarget
+from torchrl_llm.policies.weights_module import ModuleTarget
 from torchrl_llm.policies.weights_vllm_reload import ReloadTarget
 from torchrl_llm.sleep import Sleep
 from torchrl_llm.weight_forms import Weights, read_weights
@@ -95,7 +97,7 @@ class PolicyWeights:
         self._pool = pool
         self._mode = check_mode(mode)
         self._keep = keep
-        self._kept: Weights | None = None
+        self._kept = KeptWeights()
         self._on_update = on_update
         self.changing = Changing(self._engine_owners)
         self._version = 0
@@ -134,7 +136,7 @@ class PolicyWeights:
                 ``version`` is not greater than the last.
             TypeError: if the weights have none of the allowed forms, or a policy has no weights.
             PolicyError: if a policy failed while it switched; it is given up.
-            CollectorError: if the engines sleep.
+            CollectorError: if the engines sleep, or have no weights to which an adapter could be added.
             RuntimeError: in a policy's own thread, which would wait for itself.
         """
         refuse_owners()
@@ -151,7 +153,9 @@ class PolicyWeights:
                     )
                 self._switch_all(read_weights(source), new, mode)
             else:
-                self._send_to_all(self.transport, source, arguments or {}, new, mode)
+                self.transport.check(source, arguments or {})
+                kept = self._kept.sent_by(source, arguments or {}) if self._keep else self._kept
+                self._send_to_all(self.transport, [(source, arguments or {})], new, mode, kept)
             self._updates += 1
             self.asleep.pushed()
             self._seconds += time.monotonic() - begun
@@ -180,91 +184,102 @@ class PolicyWeights:
         with _updating:
             self.asleep.wake_up()
 
+    def count_from(self, version: int) -> None:
+        """Goes on counting from the version of a saved state, before anything is read."""
+        with self.changing:
+            self._version = max(self.version, version)
+            self._pool.restore_version(self._version)
+
     def _switch_all(self, weights: Weights, version: int, mode: str) -> None:
+        if weights.adapter:
+            self.asleep.check_has_weights()
         targets = self._targets()
         try:
             staged = [(target, target.stage(weights)) for target in targets]
-            self._keep_copy(weights)
-            self._switch_together(staged, version, mode)
+            kept = self._kept.followed_by(weights) if self._keep else self._kept
+            self._switch_together(staged, version, mode, kept)
         finally:
             for target in targets:
                 target.dispose()
             weights.dispose()
 
-    def _send_to_all(
-        self, transport: Transport, source: Any, arguments: Mapping[str, Any], version: int, mode: str
-    ) -> None:
+    def _send_to_all(self, transport: Transport, sends: list[Sent], version: int, mode: str, kept: KeptWeights) -> None:
         """Lets the user's transport change the weights of all policies while they rest."""
-        transport.check(source, arguments)
-        targets = self._targets(all_of_them=False)
+        targets = self._targets()
+
+        def send() -> None:
+            for source, arguments in sends:
+                transport.send(source, arguments)
+
         if isinstance(transport, VLLMTransfer):
             transport.engines = [target.engine for target in targets if isinstance(target, ReloadTarget)]
         self._sending = True
         try:
             staged: list[tuple[WeightTarget, Switch]] = [(target, target.refreshed) for target in targets]
-            self._switch_together(staged, version, mode, before=lambda: transport.send(source, arguments))
+            self._switch_together(staged, version, mode, kept, send)
         finally:
             self._sending = False
+            if isinstance(transport, VLLMTransfer):
+                transport.engines = []
 
-    def _targets(self, all_of_them: bool = True) -> list[WeightTarget]:
-        """What is to be switched, each owner once, without policies that are gone.
+    def _targets(self) -> list[WeightTarget]:
+        """What is to be switched, each owner once; policies that are gone are rebuilt, and get the newest weights then.
 
-        Raises:
-            TypeError: if ``all_of_them`` must have weights here, and one has none.
+        The runners of other collectors that have the same module are among them, and so is a callable without weights:
+        it rests with the others, and its version is theirs.
         """
         found: dict[int, WeightTarget] = {}
-        for policy_id, runner in enumerate(self._pool.runners):
+        for runner in self._pool.runners:
             target = runner.weight_target()
-            if target is None:
-                # A closed one is being rebuilt, and gets the newest weights then.
-                if all_of_them and runner.policy is not None:
-                    kind = type(runner.policy).__name__
-                    raise TypeError(f"policy {policy_id} is a {kind} without weights that can be updated")
-            elif not target.gone:
-                found.setdefault(id(target.owner), target)
+            if target is None or target.gone:
+                continue
+            for one in target.all_with_the_module() if isinstance(target, ModuleTarget) else [target]:
+                if not one.gone:
+                    found.setdefault(id(one.owner), one)
         return list(found.values())
 
     def _engines(self) -> list[Any]:
         """The targets that can sleep."""
-        return [target for target in self._targets(all_of_them=False) if hasattr(target, "sleep")]
+        return [target for target in self._targets() if hasattr(target, "sleep")]
 
     def _engine_owners(self) -> list[EngineOwner]:
-        owners = [target.owner for target in self._targets(all_of_them=False)]
+        owners = [target.owner for target in self._targets()]
         return [owner for owner in owners if isinstance(owner, EngineOwner)]
 
-    def _keep_copy(self, weights: Weights) -> None:
-        """A copy of the newest weights, in memory that is used again; the trainer goes on changing its own."""
-        if not self._keep:
-            return
-        old = {} if self._kept is None else self._kept.tensors
-        copy: dict[str, torch.Tensor] = {}
-        for name, tensor in weights.tensors.items():
-            place = old.get(name)
-            if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-                place = torch.empty_like(tensor, device="cpu")
-            copy[name] = place.copy_(tensor)
-        self._kept = Weights(copy, adapter=weights.adapter)
-
     def restore(self, runner: Runner) -> None:
-        """Gives a policy that was rebuilt the newest weights, before it answers anything."""
+        """Gives a policy that was rebuilt the newest weights and their version, before it answers anything.
+
+        A transport of the user's is called again with what it was given last; all policies rest meanwhile.
+
+        Raises:
+            PolicyError: if they cannot be had again, or the switch failed.
+        """
         with _updating:
-            target = runner.weight_target()
-            if self._kept is None or target is None:
+            version = self.version
+            runner.restore_version(version)
+            if self.transport is not None:
+                if self._kept.sent:
+                    self._send_to_all(self.transport, self._kept.to_send_again(), version, self._mode, self._kept)
                 return
-            try:
-                self._switch_together([(target, target.stage(self._kept))], self.version, "continue")
-            finally:
-                target.dispose()
-                self._kept.dispose()
+            target = runner.weight_target()
+            with self._kept.parts() as parts:
+                if target is None or not parts:
+                    return
+                try:
+                    switch = _one_after_the_other([target.stage(part) for part in parts])
+                    self._switch_together([(target, switch)], version, self._mode, self._kept)
+                finally:
+                    target.dispose()
 
     def _switch_together(
         self,
         staged: list[tuple[WeightTarget, Switch]],
         version: int,
         mode: str,
+        kept: KeptWeights,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Holds all targets, calls ``before``, switches all, releases all.
+        """Holds all targets, calls ``before``, switches all, releases all; keeps ``kept`` if anything has switched.
 
         Raises:
             PolicyError: if a switch failed; what failed is given up.
@@ -273,9 +288,9 @@ class PolicyWeights:
         try:
             resting = []
             for target, switch in staged:
-                kept = self.asleep.held(target)
-                hold = kept if kept is not None else target.hold(mode)
-                if kept is None:
+                held = self.asleep.held(target)
+                hold = held if held is not None else target.hold(mode)
+                if held is None:
                     holds.append(hold)
                 resting.append((target, switch, hold))
             # What died, or was closed, on the way makes no more tokens.
@@ -284,6 +299,8 @@ class PolicyWeights:
                 failed = _switch_resting(resting, version, before)
                 if not failed:
                     self._version = version
+                if not failed or len(failed) < len(resting):
+                    self._kept = kept
         finally:
             for hold in holds:
                 hold.release()
@@ -330,6 +347,8 @@ def _switch_resting(
         if before is not None:
             before()
     except Exception as error:
+        if not resting:
+            raise
         for target, _, hold in resting:
             _give_up(target, hold, error)
         return [(target, error) for target, _, _ in resting]
@@ -343,6 +362,14 @@ def _switch_resting(
             _give_up(target, hold, error)
             failed.append((target, error))
     return failed
+
+
+def _one_after_the_other(switches: list[Switch]) -> Switch:
+    def switch(version: int) -> None:
+        for one in switches:
+            one(version)
+
+    return switch
 
 
 def _give_up(target: WeightTarget, hold: Hold, error: Exception) -> None:

@@ -85,3 +85,13 @@ def test_what_was_written_elsewhere_is_removed(nodes: Any) -> None:
     files.remove()
     assert not os.path.exists(folder)
     weights.dispose()
+
+
+def test_a_folder_whose_names_have_a_prefix_is_written_anew(nodes: Any, tmp_path: Path) -> None:
+    save_file({"module." + name: tensor for name, tensor in TENSORS.items()}, tmp_path / "model.safetensors")
+    weights = read_weights(tmp_path)
+    matched = {name: weights.tensors["module." + name] for name in TENSORS}
+    folder = NodeFiles({nodes[0]}).place(weights, matched)
+    assert folder != str(tmp_path)
+    assert load_file(os.path.join(folder, "model.safetensors")).keys() == TENSORS.keys()
+    weights.dispose()

@@ -25,7 +25,7 @@ from torchrl_llm.policies.hold import Hold, OwnerThread
 from torchrl_llm.policies.options import DEFAULT_OPTIONS, RunnerOptions
 from torchrl_llm.policies.runner import IDLE_SECONDS, Post, Response, Ticket
 from torchrl_llm.policies.weight_target import WeightTarget
-from torchrl_llm.policies.weights_module import ModuleTarget
+from torchrl_llm.policies.weights_module import BatchedTarget, ModuleTarget, enlist
 
 
 class BatchedRunner:
@@ -40,7 +40,7 @@ class BatchedRunner:
     def __init__(self, policy: Any, post: Post, options: RunnerOptions = DEFAULT_OPTIONS) -> None:
         self.policy = policy
         self.broken = False
-        self.version = 0
+        self.version = enlist(self)
         self.tokens_discarded = 0
         self.track_token_versions = False
         self._holds: deque[Hold] = deque()
@@ -75,7 +75,9 @@ class BatchedRunner:
     def weight_target(self) -> WeightTarget | None:
         """See :meth:`Runner.weight_target`."""
         policy = self.policy
-        return ModuleTarget(self, policy) if isinstance(policy, nn.Module) else None
+        if policy is None:
+            return None
+        return ModuleTarget(self, policy) if isinstance(policy, nn.Module) else BatchedTarget(self, policy)
 
     def began(self, ticket: Ticket) -> int | None:
         """Never: the weights are switched between two calls."""

@@ -34,11 +34,12 @@ class NodeFiles:
         """The path of a folder with ``tensors`` that every node sees.
 
         Args:
-            weights: what they are of; its own folder is used if every node sees it.
+            weights: what they are of; its own folder is used if it has these names and every node sees it.
             tensors: by the names of the checkpoint.
         """
-        if weights.folder is not None and all(self._on_others(lambda path: os.path.isdir(path), weights.folder)):
-            return weights.folder
+        own = weights.own_folder(tensors)
+        if own is not None and all(self._on_others(lambda path: os.path.isdir(path), own)):
+            return own
         folder = weights.as_folder(tensors)
         if self._others:
             import ray

@@ -108,7 +108,7 @@ class Runner(Protocol):
         """Counts versions from ``version`` on, before the first request: a collection goes on from a saved state."""
 
     def weight_target(self) -> WeightTarget | None:
-        """How to switch the policy's weights; ``None`` if the policy has none, or the runner is closed."""
+        """How to switch the policy's weights; ``None`` if the runner is closed."""
 
     def began(self, ticket: Ticket) -> int | None:
         """The version with which a request's response began, if the weights have changed since then."""

@@ -40,6 +40,7 @@ class WeightTarget(Protocol):
 
         Raises:
             ValueError: listing the first mismatches of names, shapes and dtypes.
+            TypeError: if the policy has no weights here; a transport of the user's may know better.
         """
 
     def refreshed(self, version: int) -> None:

@@ -1,7 +1,8 @@
 """LoRA adapters of a ``vllm.LLM``: a ``peft`` folder is swapped in, the base model stays as it is.
 
 The adapter is loaded in place under one and the same id, so that requests in the engine go on with the new one between
-two tokens. The first adapter is different: requests that began without one begin again with it.
+two tokens. The first adapter is different: requests that began without one begin again with it. Whole weights take the
+adapter off: what began with it begins again without.
 
 Runs in the engine's thread, apart from the checks.
 """
@@ -64,3 +65,8 @@ def load_adapter(engine: Any, folder: str) -> Any:
 
     engine.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, folder, load_inplace=True))
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, folder)
+
+
+def remove_adapter(engine: Any) -> None:
+    """Removes what :func:`load_adapter` has loaded."""
+    engine.remove_lora(ADAPTER_ID)

@@ -21,7 +21,7 @@ import torch
 from torchrl_llm.policies.engine import EngineThread
 from torchrl_llm.policies.hold import Hold
 from torchrl_llm.policies.weight_target import Switch
-from torchrl_llm.policies.weights_lora import check_adapter, load_adapter
+from torchrl_llm.policies.weights_lora import check_adapter, load_adapter, remove_adapter
 from torchrl_llm.weight_forms import Weights
 from torchrl_llm.weight_spec import WeightSpec, spec_of_module
 
@@ -41,7 +41,7 @@ class ReloadTarget:
     def __init__(self, llm: Any, thread: EngineThread) -> None:
         self.owner = thread
         self._llm = llm
-        self._first_adapter = False
+        self._begin_anew = False
 
     @property
     def gone(self) -> bool:
@@ -53,16 +53,17 @@ class ReloadTarget:
         spec = spec_of_engine(self._llm)
         if weights.adapter:
             check_adapter(weights, spec, self._llm)
-            self._first_adapter = self.owner.adapter is None
+            self._begin_anew |= self.owner.adapter is None
             return lambda version: self._swap_adapter(weights.folder, version)
         new = spec.match(weights.tensors)
         new = {name: tensor for name, tensor in new.items() if name not in spec.tied}
+        self._begin_anew |= self.owner.adapter is not None
         engine = self._llm.llm_engine
         repack = must_repack(spec, packs_on_cpu(), takes_functions(engine))
         if shares_memory(engine):
             arguments: dict[str, Any] = {"weights_iterator": list(new.items())}
         else:
-            arguments = {"weights_path": weights.folder or weights.as_folder(new)}
+            arguments = {"weights_path": weights.own_folder(new) or weights.as_folder(new)}
 
         def switch(version: int) -> None:
             if "weights_path" in arguments and engine.vllm_config.load_config.load_format == "dummy":
@@ -70,6 +71,10 @@ class ReloadTarget:
             engine.collective_rpc("reload_weights", kwargs=arguments)
             if repack:
                 engine.collective_rpc(pack_output_heads)
+            if self.owner.adapter is not None:
+                # It was trained over the old weights.
+                self.owner.adapter = None
+                remove_adapter(engine)
             self.refreshed(version)
 
         return switch
@@ -86,8 +91,8 @@ class ReloadTarget:
 
     def hold(self, mode: str) -> Hold:
         """See :class:`WeightTarget`."""
-        # A request keeps the adapter with which it began, and the first ones have begun with none.
-        return self.owner.hold("restart" if self._first_adapter and mode == "continue" else mode)
+        # A request keeps the adapter with which it began, or goes on without one if it began with none.
+        return self.owner.hold("restart" if self._begin_anew and mode == "continue" else mode)
 
     def sleep(self, level: int) -> None:
         """Puts the engine to sleep with the requests that are in it; in its thread."""

@@ -197,4 +197,4 @@ def adopt(collector: Any, weights: Any, version: int, mode: str | None, others: 
 
 def count_from(collector: Any, version: int) -> None:
     """In a worker: goes on counting from the version of a saved state."""
-    collector._pool.restore_version(version)
+    collector._weights.count_from(version)
