@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
+from torchrl_llm.data import StreamReader
 from torchrl_llm.prompt_line import Member, PromptLine, plain
 
 Key = tuple[int, int]
@@ -180,6 +182,41 @@ def test_a_state_of_a_stream_holds_the_prompts_themselves() -> None:
     assert [(m.group_id, m.index, m.prompt) for m in members] == [(0, 1, "a"), (1, 0, "b"), (1, 1, "b")]
     assert members[0].fields["meta"] == {"n": None} and members[0].fields["tools"] == ["t", 1]
     assert members[0].fields["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["generator", "iterable", "loader", "sequence"])
+def test_a_state_from_before_the_first_prompt_loses_none_though_it_was_looked_at(kind: str) -> None:
+    def make() -> PromptLine:
+        prompts = {
+            "generator": lambda: (f"q{i}" for i in range(3)),
+            "iterable": lambda: range_of_prompts(3),
+            "loader": lambda: DataLoader(["q0", "q1", "q2"], batch_size=2),
+            "sequence": lambda: ["q0", "q1", "q2"],
+        }[kind]()
+        return line(prompts)
+
+    first = make()
+    assert first.peek() is not None
+    state = saved(first.state_dict())
+    assert [member.prompt for member in first.take(9)] == ["q0", "q1", "q2"]
+    for looks in (0, 1):
+        again = make()
+        for _ in range(looks):
+            again.peek()
+        again.load_state_dict(state)
+        again.load_state_dict(saved(again.state_dict()))
+        following = again.peek()
+        assert following is not None and following.prompt == "q0"
+        assert [(m.group_id, m.prompt) for m in again.take(9)] == [(0, "q0"), (1, "q1"), (2, "q2")]
+
+
+def test_a_stream_is_started_over_for_what_is_past_or_says_that_it_cannot() -> None:
+    again = StreamReader(range_of_prompts(3))
+    assert [again.read(0, position)[1] for position in (0, 1, 0, 2)] == ["q0", "q1", "q0", "q2"]
+    once = StreamReader(iter(["q0", "q1"]))
+    assert once.read(0, 1) == (None, "q1")
+    with pytest.raises(RuntimeError, match="datum 0 was read already, and the data can be read only once"):
+        once.read(0, 0)
 
 
 def test_a_state_says_what_it_cannot_hold_or_does_not_fit() -> None:

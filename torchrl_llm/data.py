@@ -102,9 +102,15 @@ class StreamReader:
         self._position = 0
 
     def read(self, epoch: int, position: int) -> tuple[int | None, Any]:
-        """See :meth:`Reader.read`. A pass that begins at a later position skips what comes before."""
-        if self._pass is None or epoch != self._pass_epoch:
+        """See :meth:`Reader.read`. A pass that begins at a later position skips what comes before.
+
+        Raises:
+            RuntimeError: if data that can be read only once are past the position.
+        """
+        if self._pass is None or epoch != self._pass_epoch or position < self._position:
             if self.one_shot and self._pass is not None:
+                if epoch == self._pass_epoch:
+                    raise RuntimeError(f"datum {position} was read already, and the data can be read only once")
                 raise StopIteration
             self._pass, self._pass_epoch, self._position = self._start(), epoch, 0
         while self._position < position:

@@ -251,7 +251,8 @@ class PromptLine:
         if self.begun:
             raise RuntimeError("the source has handed out prompts already: load a state into a new one")
         self.reseed(state["seed"])
-        self._ahead = None
+        if (state["epoch"], state["position"]) != (self._epoch, self._position):
+            self._ahead = None  # At the same place it stays: it was read from a stream, which does not give it again.
         self._epoch, self._position = state["epoch"], state["position"]
         self._next_group = state["next_group"]
         self._current, self._groups, self._returned = None, {}, []
