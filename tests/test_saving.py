@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import ScriptedEnv, chat_echo, echo
@@ -108,8 +110,22 @@ def test_loading_applies_no_transform(tmp_path: Path) -> None:
     assert again[:]["advantage"].tolist() == buffer[:]["advantage"].tolist()
 
 
+def test_text_and_numbers_of_derived_types_are_saved_as_builtin_ones_and_tensordicts_in_them_whole(
+    tmp_path: Path,
+) -> None:
+    values = [np.str_("a"), np.float64(0.5), Size.BIG, {"h": [History(role="user", content="hi")]}]
+    save_batch(lazy_stack([TensorDict(x=NonTensorData(value)) for value in values]), tmp_path / "x")
+    found = [row["x"] for row in load_batch(tmp_path / "x").unbind(0)]
+    assert found[:3] == ["a", 0.5, 2] and [type(value) for value in found[:3]] == [str, float, int]
+    assert isinstance(found[3]["h"][0], History) and found[3]["h"][0].content == "hi"
+
+
+class Size(enum.IntEnum):
+    BIG = 2
+
+
 def test_what_cannot_be_saved_or_loaded_says_so(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="a value of type object"):
+    with pytest.raises(TypeError, match="a value of type object cannot be saved: None, numbers, strings"):
         save_batch(lazy_stack([TensorDict(thing=NonTensorData(object()))]), tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"batch_size=\(\); a one-dimensional one is needed"):

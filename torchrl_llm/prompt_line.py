@@ -14,9 +14,8 @@ import heapq
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
-
 from torchrl_llm.data import make_reader, split_datum
+from torchrl_llm.encoding import plain, restored
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class PromptLine:
         for group in sorted(self._groups.values(), key=lambda group: group.id):
             entry = {"group_id": group.id, "epoch": group.epoch, "undone": sorted(group.undone), "item": group.item}
             if group.item is None:
-                entry["datum"] = plain(group.datum)
+                entry["datum"] = _kept(group.datum)
             held.append(entry)
         return {
             "repeats": self.repeats,
@@ -258,7 +257,7 @@ class PromptLine:
         self._current, self._groups, self._returned = None, {}, []
         for entry in state["held"]:
             item, undone = entry["item"], set(entry["undone"])
-            datum = entry["datum"] if item is None else self._reader.at(item)
+            datum = restored(entry["datum"]) if item is None else self._reader.at(item)
             self._groups[entry["group_id"]] = _Group(
                 entry["group_id"], entry["epoch"], item, datum, undone, next=self.repeats
             )
@@ -266,19 +265,10 @@ class PromptLine:
         heapq.heapify(self._returned)
 
 
-def plain(value: Any) -> Any:
-    """``value``, if it is made of what ``torch.load(weights_only=True)`` takes; mappings become dicts.
-
-    Raises:
-        TypeError: if it is not.
-    """
-    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.Tensor)):
-        return value
-    if hasattr(value, "items"):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(item) for item in value) if type(value) in (list, tuple) else [plain(i) for i in value]
-    raise TypeError(
-        f"a value of type {type(value).__name__} in a prompt cannot be saved: a state takes strings, numbers, tensors "
-        "and lists and dicts of them; data with indices are saved by their index"
-    )
+def _kept(datum: Any) -> Any:
+    try:
+        return plain(datum)
+    except TypeError as error:
+        raise TypeError(
+            f"a prompt, or a field beside it: {error}; data with indices are saved by their index"
+        ) from None
