@@ -266,10 +266,65 @@ def test_a_stream_is_started_over_for_what_is_past_or_says_that_it_cannot() -> N
         once.read(0, 0)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("count", [2, 12])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_state_of_other_data_is_refused_and_changes_nothing(shuffle: bool, count: int, older: bool) -> None:
+    first = line([f"q{i}" for i in range(10)], shuffle=shuffle, seed=1)
+    first.take(9)
+    state = saved(first.state_dict())
+    assert state["length"] == 10
+    if older:
+        del state["length"], state["order_length"]
+    other = line([f"q{i}" for i in range(count)], shuffle=shuffle, seed=2)
+    before = other.state_dict()
+    if older and count == 12:
+        other.load_state_dict(state)  # Nothing in it tells.
+        return
+    with pytest.raises(ValueError, match=rf"data has {count} items, the state was saved with (at least )?(9|10): a so"):
+        other.load_state_dict(state)
+    assert other.state_dict() == before
+    assert len(other.take(99)) == count
+
+
+def test_a_state_of_indices_is_refused_by_a_stream_and_other_streams_are_known_by_their_length() -> None:
+    first = line(["q0", "q1"])
+    first.take(1)
+    stream = line(iter(["q0", "q1"]))
+    with pytest.raises(ValueError, match="the state keeps its prompts by their index, and data has no indices"):
+        stream.load_state_dict(first.state_dict())
+    assert [member.prompt for member in stream.take(9)] == ["q0", "q1"]
+    loader = line(DataLoader(["q0", "q1", "q2"], batch_size=2))
+    loader.take(1)
+    for batch_size in (1, 3):  # It is the data that count, not the batches.
+        again = line(DataLoader(["q0", "q1", "q2"], batch_size=batch_size))
+        again.load_state_dict(loader.state_dict())
+        assert [member.prompt for member in again.take(9)] == ["q0", "q1", "q2"]
+    with pytest.raises(ValueError, match="data has 4 items, the state was saved with 3"):
+        line(DataLoader(list("abcd"), batch_size=2)).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_data_that_grow_are_read_to_their_end(shuffle: bool) -> None:
+    data = ["q0", "q1"]
+    prompts = line(data, shuffle=shuffle, epochs=2)
+    [first] = prompts.take(1)
+    prompts.delivered(0, 0)
+    data.append("q2")
+    again = line(data, shuffle=shuffle, epochs=2)
+    again.load_state_dict(saved(prompts.state_dict()))
+    for source in (prompts, again):
+        rest = source.take(99)
+        epochs = [sorted(m.prompt for m in (first, *rest) if m.epoch == epoch) for epoch in (0, 1)]
+        assert epochs == [["q0", "q1"] if shuffle else ["q0", "q1", "q2"], ["q0", "q1", "q2"]]
+
+
 def test_a_state_says_what_it_cannot_hold_or_does_not_fit() -> None:
     prompts = line(iter([{"query": "a", "thing": object()}]))
     prompts.take(1)
-    with pytest.raises(TypeError, match="a value of type object cannot be saved.*data with indices are saved by their"):
+    with pytest.raises(
+        TypeError, match=r"a value of type object cannot be saved.*data with indices are saved by their"
+    ):
         prompts.state_dict()
     state = line(["a"], repeats=2).state_dict()
     with pytest.raises(ValueError, match=r"repeats=2 and the source repeats=3"):

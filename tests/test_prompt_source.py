@@ -32,6 +32,11 @@ class Stream(IterableDataset):
         return iter([{"text": f"q{index}", "answer": index} for index in range(3)])
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
 def content(members: list[Member]) -> list[tuple[Any, dict[str, Any]]]:
     return [(member.prompt, member.fields) for member in members]
 
@@ -49,6 +54,8 @@ DATA: dict[str, tuple[Any, list[Any]]] = {
     ),
     "torch dataset": (Questions(), ANSWERED),
     "torch iterable dataset": (Stream(), ANSWERED),
+    "torch iterable dataset with a length": (SizedStream(), ANSWERED),
+    "loader of a torch iterable dataset with a length": (DataLoader(SizedStream(), batch_size=2), ANSWERED),
     "loader of columns": (DataLoader(Questions(), batch_size=2), ANSWERED),
     "loader of lists": (DataLoader(Questions(), batch_size=2, collate_fn=list), ANSWERED),
     "loader without batches": (DataLoader(Questions(), batch_size=None), ANSWERED),

@@ -174,6 +174,7 @@ class Decoder:
         }
 
     def __call__(self, tree: list[Any]) -> Any:
+        """The value of a tree."""
         kind = tree[0]
         if kind == "t":
             # Of its own: nobody expects that one entry shares its memory with another.

@@ -146,7 +146,8 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """The state as plain data: order and position, group ids, and every prompt that is not done with.
 
-        Prompts of data with indices are kept by their index, others with their content. ``torch.save`` and
+        Prompts of data with indices are kept by their index, others with their content: TensorDicts and ``History``
+        exactly, numbers and strings of derived types (``numpy.float64``) as builtin ones. ``torch.save`` and
         ``torch.load(weights_only=True)`` take it.
 
         Raises:
@@ -159,9 +160,11 @@ class PromptSource:
         """Goes on from a state: what was handed out and not delivered comes first, under its old group id and index.
 
         The source must have the same data in the same order; an iterable is read and skipped up to the position.
+        A state that is refused changes nothing.
 
         Raises:
-            ValueError: if the state is of a source with other ``repeats`` or ``shuffle``.
+            ValueError: if the state is of a source with other ``repeats`` or ``shuffle``, or with data of another
+                length.
             RuntimeError: if prompts were handed out already.
         """
         with self._lock:
