@@ -12,7 +12,7 @@ import torch
 from fakes import ScriptedEnv, chat_echo, echo
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from tensordict.tensorclass import MetaData, NonTensorData
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data import LazyStackStorage, ReplayBuffer, TensorDictMaxValueWriter
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv
@@ -83,6 +83,37 @@ def test_a_replay_buffer_comes_back_and_goes_on_L75(tmp_path: Path) -> None:
     assert len(again) == 8
     texts = [row["text"] for row in again[:].unbind(0)]
     assert sorted(texts) == sorted(["q1#0", "q2#0", "q3#0", "q4#0", "q5#0", "q3#0", "q4#0", "q5#0"])
+
+
+@pytest.mark.parametrize("rows", [3, 4, 6, 9])
+def test_a_full_replay_buffer_comes_back_in_its_order_and_overwrites_its_oldest_rows(rows: int, tmp_path: Path) -> None:
+    def buffer() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyStackStorage(4), batch_size=1)
+
+    def row(number: int) -> TensorDictBase:
+        return lazy_stack([TensorDict(i=torch.tensor(number), s=NonTensorData(str(number)))])
+
+    first, again = buffer(), buffer()
+    for number in range(rows):
+        first.extend(row(number))
+    save_replay_buffer(first, tmp_path / "buffer")
+    kept = list(range(max(0, rows - 4), rows))
+    assert load_batch(tmp_path / "buffer")["i"].tolist() == kept
+    load_replay_buffer(again, tmp_path / "buffer")
+    for number in range(rows, rows + 6):
+        again.extend(row(number))
+        first.extend(row(number))
+        kept = [*kept, number][-4:]
+        assert sorted(again[:]["i"].tolist()) == sorted(first[:]["i"].tolist()) == kept
+
+
+def test_a_buffer_with_a_writer_that_has_no_order_is_saved_as_it_lies(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(2), writer=TensorDictMaxValueWriter(rank_key="i"), batch_size=1)
+    for number in (5, 1, 7):
+        buffer.extend(lazy_stack([TensorDict(i=torch.tensor([float(number)]), s=NonTensorData(str(number)))]))
+    save_replay_buffer(buffer, tmp_path / "buffer")
+    assert load_batch(tmp_path / "buffer")["i"].flatten().tolist() == buffer[:]["i"].flatten().tolist()
+    assert sorted(buffer[:]["i"].flatten().tolist()) == [5.0, 7.0]
 
 
 def test_loading_applies_no_transform(tmp_path: Path) -> None:

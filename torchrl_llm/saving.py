@@ -16,7 +16,7 @@ import os
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from torchrl.data import ReplayBuffer
+from torchrl.data import ReplayBuffer, RoundRobinWriter
 
 from torchrl_llm.encoding import Decoder, Encoder
 
@@ -60,7 +60,9 @@ def load_batch(path: str | os.PathLike[str]) -> LazyStackedTensorDict:
 
 
 def save_replay_buffer(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
-    """Saves all rows of a replay buffer; torchrl's own ``dumps`` and ``state_dict`` fail on text.
+    """Saves all rows of a replay buffer, the oldest first; torchrl's own ``dumps`` and ``state_dict`` fail on text.
+
+    Rows of a buffer whose writer does not write round and round are saved as they lie in its storage.
 
     Raises:
         ValueError: if the buffer is empty.
@@ -68,11 +70,17 @@ def save_replay_buffer(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> No
     """
     if not len(buffer):
         raise ValueError("the replay buffer is empty: there is nothing to save")
-    save_batch(buffer._storage[torch.arange(len(buffer))], path)
+    rows = torch.arange(len(buffer))
+    if isinstance(buffer._writer, RoundRobinWriter) and buffer._storage._is_full:
+        rows = rows.roll(-buffer._writer._cursor)  # The writer stands at the oldest row, which it overwrites next.
+    save_batch(buffer._storage[rows], path)
 
 
 def load_replay_buffer(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     """Puts the rows of a file at the end of a replay buffer, as they are: its transforms are not applied to them.
+
+    What :func:`save_replay_buffer` saved of a full buffer goes on in a new one of its size: the oldest rows are
+    overwritten first.
 
     Raises:
         ValueError: if the file holds no batch.
