@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from tensordict.tensorclass import NonTensorData
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.data.llm import History
@@ -28,6 +28,7 @@ from torchrl.envs.llm import DataLoadingPrimer, LLMEnv
 from torchrl.envs.llm.chat import ChatEnv, DatasetChatEnv
 
 from torchrl_llm.data import is_chat
+from torchrl_llm.encoding import python_number
 from torchrl_llm.errors import PromptsExhausted
 from torchrl_llm.prompt_line import Member, Prompts
 
@@ -169,11 +170,21 @@ class PromptPrimer(DataLoadingPrimer):
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Puts the fields that the environment did not pass on beside what it observes."""
+        if isinstance(tensordict, LazyStackedTensorDict) and tensordict_reset.batch_size:
+            pairs = zip(tensordict.unbind(0), tensordict_reset.unbind(0), strict=True)
+            return lazy_stack([self._reset(row, observed) for row, observed in pairs])
         known = set(tensordict_reset.keys())
         for key in self.data_keys:
             if isinstance(key, str) and key not in known and key in tensordict.keys():
                 tensordict_reset.set(key, tensordict.get(key))
         return tensordict_reset
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Carries the fields on, row by row: one may be a tensor in a row, and another or none in the next."""
+        if isinstance(tensordict, LazyStackedTensorDict) and next_tensordict.batch_size:
+            pairs = zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True)
+            return lazy_stack([super(PromptPrimer, self)._step(row, following) for row, following in pairs])
+        return super()._step(tensordict, next_tensordict)
 
 
 def find_feed(env: EnvBase) -> PromptFeed | None:
@@ -238,7 +249,8 @@ def _entry(value: Any) -> Any:
     """A field as TensorDict keeps it: tensors and numbers as tensors, everything else as it is."""
     if isinstance(value, (torch.Tensor, History)):
         return value
-    if isinstance(value, (bool, int, float)):
+    value = python_number(value)
+    if isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return torch.tensor(value)
     return NonTensorData(value, batch_size=())
 

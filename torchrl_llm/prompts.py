@@ -29,7 +29,7 @@ class PromptSource:
         data: a sequence, an iterable, a torch ``Dataset`` or ``DataLoader`` (its batches are taken apart), or a Hugging
             Face dataset, of prompts. A prompt is a string, a chat (a list of mappings with ``"role"`` and
             ``"content"``), or a mapping with one of these in a field; the other fields go to the environment and into
-            the turns as they are (numbers and booleans as tensors, as TensorDict has them).
+            the turns as they are (numbers and booleans as tensors, as TensorDict has them; ints beyond int64 as ints).
 
     Keyword Args:
         repeats: members of a group. Defaults to 1.
