@@ -270,3 +270,85 @@ def test_what_cannot_be_bound_is_refused() -> None:
 
     with pytest.raises(ValueError, match="the environment has 2 data primers; a source can replace one"):
         source.env(two_primers)()
+
+
+def chat_env() -> EnvBase:
+    return one_turn(ChatEnv(batch_size=(1,)))
+
+
+def text_env() -> EnvBase:
+    return LLMEnv(from_text=True, batch_size=(1,))
+
+
+@pytest.mark.parametrize(
+    ("make_env", "datum", "key", "error", "message"),
+    [
+        (
+            chat_env,
+            {"prompt": "a", "query": "b"},
+            "prompt",
+            ValueError,
+            "has the field 'query' beside its prompt, 'prom",
+        ),
+        (
+            text_env,
+            {"query": "a", "text": "b"},
+            None,
+            ValueError,
+            "has the field 'text' beside its prompt, 'query': it",
+        ),
+        (
+            chat_env,
+            {"query": "a", "history": "b"},
+            None,
+            ValueError,
+            "the field 'history', which is not allowed: the e",
+        ),
+        (chat_env, {"query": "a", "done": True}, None, ValueError, "'done', which is .* Taken are 'done', 'history', "),
+        (chat_env, {"query": "a", "truncated": 1}, None, ValueError, "the field 'truncated', which is not allowed"),
+        (
+            TokenEnv,
+            {"task": "a", "tests": 1, "done": True},
+            "task",
+            ValueError,
+            "the field 'done', which is not allowed",
+        ),
+        (
+            chat_env,
+            [{**CHAT[0], "name": "bob"}],
+            None,
+            ValueError,
+            "a message of a chat has 'name', which is not allowed",
+        ),
+        (
+            text_env,
+            CHAT,
+            None,
+            TypeError,
+            "a prompt of type list is not allowed: an LLMEnv with from_text=True reads str",
+        ),
+        (text_env, {"text": torch.ones(2)}, None, TypeError, "a prompt of type Tensor is not allowed"),
+    ],
+)
+def test_a_datum_that_the_env_cannot_take_is_refused_when_it_is_bound_and_when_it_comes(
+    make_env: Any, datum: Any, key: str | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        PromptSource([datum], key=key).env(make_env)()
+    source = PromptSource([{key: "fine", "tests": 1} if key else "fine", datum], key=key)
+    env = source.env(make_env)()
+    env.reset()
+    with pytest.raises(error, match=message):
+        env.reset()
+
+
+def test_a_message_may_have_entries_without_a_value() -> None:
+    source = PromptSource([[{"role": "user", "content": "u", "name": None, "tool_calls": None}]])
+    history = source.env(chat_env)().reset()["history"].prompt[0]
+    assert (history.role, history.content) == (["user"], ["u"])
+
+
+def test_fields_may_have_the_names_that_only_another_env_needs() -> None:
+    source = PromptSource([{"task": "a", "tests": 1, "history": "h", "query": "q"}], key="task")
+    found = source.env(TokenEnv)().reset()
+    assert (found["seen"], found["history"], found["query"]) == ("a / 1", "h", "q")

@@ -20,6 +20,8 @@ from torchrl.data.llm import History
 
 # Where a mapping has its prompt, in order of preference.
 PROMPT_KEYS = ("query", "prompt", "messages", "question", "text")
+# What no field can be called: turns have these entries themselves, or torchrl's specs refuse them.
+RESERVED = ("next", "collector", "_reset", "shape", "device", "dtype", "space")
 
 
 class Reader(Protocol):
@@ -238,6 +240,7 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
     Raises:
         TypeError: if there is no prompt of these kinds.
         KeyError: if the mapping has no prompt field.
+        ValueError: if a field has a name that is taken: one of :data:`RESERVED`.
 
     Examples:
         >>> split_datum({"question": "1+1?", "answer": 2}, key=None)
@@ -249,6 +252,8 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
         if name is None or name not in fields:
             wanted = repr(key) if key is not None else "one of " + ", ".join(map(repr, PROMPT_KEYS))
             raise KeyError(f"a datum has the fields {list(fields)}, its prompt is looked for under {wanted}: set key=")
+        for field in fields:
+            _check_name(field)
         prompt = fields.pop(name)
     else:
         prompt, name, fields = datum, "query", {}
@@ -261,6 +266,16 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
         f"a prompt of type {type(prompt).__name__} is not allowed: pass a string, a chat (a list of mappings with "
         f"'role' and 'content'), a History, or a tensor of token ids{hint}"
     )
+
+
+def _check_name(field: Any) -> None:
+    if not isinstance(field, str):
+        raise TypeError(f"a datum has the field {field!r}, of type {type(field).__name__}: fields are named by strings")
+    if field in RESERVED:
+        raise ValueError(
+            f"a datum has the field {field!r}, which is not allowed: rename it, or leave it out. Taken are "
+            + ", ".join(map(repr, RESERVED))
+        )
 
 
 def is_chat(prompt: Any) -> bool:

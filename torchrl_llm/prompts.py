@@ -42,7 +42,8 @@ class PromptSource:
     Raises:
         TypeError: for data that cannot be read one after another, or are no prompts.
         KeyError: if a mapping has no prompt field.
-        ValueError: for empty data, ``shuffle=True`` without indices, or several epochs of an iterator.
+        ValueError: for a field with a name that turns or torchrl's specs have themselves (``"next"``, ``"collector"``,
+            ``"shape"``, ...), empty data, ``shuffle=True`` without indices, or several epochs of an iterator.
 
     Examples:
         >>> source = PromptSource([{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}], repeats=2)
