@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fakes import chat_echo
+from fakes import EndAfter, chat_echo, echo
 from tensordict import TensorDict, TensorDictBase
+from test_groups import Answered
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.data.llm import History
-from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 from torchrl.envs.llm import ChatEnv, CountdownEnv, GSM8KEnv, LLMEnv
 
-from torchrl_llm import LLMCollector, PromptSource
+from torchrl_llm import LLMCollector, PromptSource, load_batch, save_batch
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "u1"}]
 FIELDS = [
@@ -59,6 +62,51 @@ def test_chats_keep_their_roles_and_fields_come_through_unchanged_L28_L29(kind: 
     assert (second["history"].prompt.role, second["history"].prompt.content) == (["user"], ["u2"])
     assert_fields(first, FIELDS[0])
     assert_fields(second, FIELDS[1])
+
+
+def test_numbers_of_every_kind_are_tensors_and_those_beyond_int64_come_through_unchanged(tmp_path: Path) -> None:
+    numbers = [3, 10**25, np.int64(4), np.float64(0.5), -(2**63), 2**63, np.uint64(2**63), np.bool_(True), None, -1.5]
+    source = PromptSource([{"query": f"q{i}", "label": number} for i, number in enumerate(numbers)], epochs=1)
+    make_env = source.env(lambda: one_turn(ChatEnv(batch_size=(2,))))
+    with LLMCollector(make_env, chat_echo, trajectories_per_batch=len(numbers)) as collector:
+        [batch] = list(collector)
+    save_batch(batch, tmp_path / "batch")
+    for rows in (batch, load_batch(tmp_path / "batch")):
+        for where in (rows, rows["next"]):
+            found = [row["label"] for row in where.unbind(0)]
+            assert [value.item() if isinstance(value, torch.Tensor) else value for value in found] == numbers
+            assert [value.dtype if isinstance(value, torch.Tensor) else None for value in found] == [
+                *(torch.int64, None, torch.int64, torch.float32, torch.int64),
+                *(None, None, torch.bool, None, torch.float32),
+            ]
+
+
+@pytest.mark.parametrize("kind", ["ChatEnv", "Answered"])
+def test_rows_that_step_together_keep_fields_of_different_kinds_and_shapes(kind: str) -> None:
+    fields = [torch.ones(2), torch.ones(3), None, "x", 1, 0.5, {"a": 1}, [2]]
+    source = PromptSource([{"query": f"q{i}", "x": field} for i, field in enumerate(fields)], epochs=1)
+    length = lambda prompt: 1 + int(prompt[1:]) % 3  # noqa: E731
+    make_env, policy = {
+        "ChatEnv": (lambda: TransformedEnv(ChatEnv(batch_size=(2,)), EndAfter(length)), chat_echo),
+        "Answered": (lambda: Answered(2, length), echo),
+    }[kind]
+    with LLMCollector(source.env(make_env), policy, trajectories_per_batch=len(fields)) as collector:
+        [batch] = list(collector)
+    assert len(batch) == sum(length(f"q{i}") for i in range(len(fields)))
+    for row in batch.unbind(0):
+        expected = fields[int(row["collector", "group_id"])]
+        number = isinstance(expected, (torch.Tensor, int, float))
+        for where in (row, row["next"]):
+            if number:
+                assert where["x"].dtype == torch.as_tensor(expected).dtype
+                assert where["x"].tolist() == torch.as_tensor(expected).tolist()
+            else:
+                assert where["x"] == expected
+
+
+def test_a_source_that_begins_with_a_number_beyond_int64_is_bound() -> None:
+    env = PromptSource([{"query": "a", "answer": 10**25}]).env(lambda: ChatEnv(batch_size=(1,)))()
+    assert env.reset()["answer"] == [10**25]
 
 
 def test_a_source_of_histories_gives_them_as_they_are() -> None:
@@ -222,3 +270,85 @@ def test_what_cannot_be_bound_is_refused() -> None:
 
     with pytest.raises(ValueError, match="the environment has 2 data primers; a source can replace one"):
         source.env(two_primers)()
+
+
+def chat_env() -> EnvBase:
+    return one_turn(ChatEnv(batch_size=(1,)))
+
+
+def text_env() -> EnvBase:
+    return LLMEnv(from_text=True, batch_size=(1,))
+
+
+@pytest.mark.parametrize(
+    ("make_env", "datum", "key", "error", "message"),
+    [
+        (
+            chat_env,
+            {"prompt": "a", "query": "b"},
+            "prompt",
+            ValueError,
+            "has the field 'query' beside its prompt, 'prom",
+        ),
+        (
+            text_env,
+            {"query": "a", "text": "b"},
+            None,
+            ValueError,
+            "has the field 'text' beside its prompt, 'query': it",
+        ),
+        (
+            chat_env,
+            {"query": "a", "history": "b"},
+            None,
+            ValueError,
+            "the field 'history', which is not allowed: the e",
+        ),
+        (chat_env, {"query": "a", "done": True}, None, ValueError, "'done', which is .* Taken are 'done', 'history', "),
+        (chat_env, {"query": "a", "truncated": 1}, None, ValueError, "the field 'truncated', which is not allowed"),
+        (
+            TokenEnv,
+            {"task": "a", "tests": 1, "done": True},
+            "task",
+            ValueError,
+            "the field 'done', which is not allowed",
+        ),
+        (
+            chat_env,
+            [{**CHAT[0], "name": "bob"}],
+            None,
+            ValueError,
+            "a message of a chat has 'name', which is not allowed",
+        ),
+        (
+            text_env,
+            CHAT,
+            None,
+            TypeError,
+            "a prompt of type list is not allowed: an LLMEnv with from_text=True reads str",
+        ),
+        (text_env, {"text": torch.ones(2)}, None, TypeError, "a prompt of type Tensor is not allowed"),
+    ],
+)
+def test_a_datum_that_the_env_cannot_take_is_refused_when_it_is_bound_and_when_it_comes(
+    make_env: Any, datum: Any, key: str | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        PromptSource([datum], key=key).env(make_env)()
+    source = PromptSource([{key: "fine", "tests": 1} if key else "fine", datum], key=key)
+    env = source.env(make_env)()
+    env.reset()
+    with pytest.raises(error, match=message):
+        env.reset()
+
+
+def test_a_message_may_have_entries_without_a_value() -> None:
+    source = PromptSource([[{"role": "user", "content": "u", "name": None, "tool_calls": None}]])
+    history = source.env(chat_env)().reset()["history"].prompt[0]
+    assert (history.role, history.content) == (["user"], ["u"])
+
+
+def test_fields_may_have_the_names_that_only_another_env_needs() -> None:
+    source = PromptSource([{"task": "a", "tests": 1, "history": "h", "query": "q"}], key="task")
+    found = source.env(TokenEnv)().reset()
+    assert (found["seen"], found["history"], found["query"]) == ("a / 1", "h", "q")

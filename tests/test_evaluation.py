@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, echo, ids
 from tensordict import TensorDictBase
 from test_groups import Answered, Slow, assert_whole, prompts
+from torch.utils.data import DataLoader, IterableDataset
 from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
@@ -80,6 +82,35 @@ def test_a_collector_without_a_source_is_evaluated_too() -> None:
         found = collector.evaluate(["a", "b", "c"])
         assert [row["history"].full[-1].content for row in found.unbind(0)] == ["A", "B", "C"]
         assert next(collector)[0]["history"].full[-1].content == "TRAIN"
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[str]:
+        return iter([f"q{index}" for index in (1, 2, 0, 3)])
+
+
+class SizedStream(Stream):
+    """Its length is an estimate."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("data", [Stream, SizedStream, lambda: ["q1", "q2", "q0", "q3"]])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_loader_or_stream_is_evaluated_in_as_many_environments_as_there_are(data: Any, batched: bool) -> None:
+    prompts = DataLoader(data(), batch_size=4) if batched else data()
+    with build() as collector:
+        found = collector.evaluate(prompts)
+    ends = [row for row in found.unbind(0) if bool(row["next", "done"])]
+    assert [row["text"] for row in ends] == ["q1", "q2", "q0", "q3"]
+    assert set(ids(found.unbind(0), "env_id")) == {0, 1, 2}
+
+
+def test_no_more_environments_are_built_than_a_list_has_prompts() -> None:
+    with build() as collector:
+        found = collector.evaluate(["q1", "q2"])
+    assert set(ids(found.unbind(0), "env_id")) == {0, 1}
 
 
 def test_an_evaluation_runs_beside_a_collection_in_the_background() -> None:

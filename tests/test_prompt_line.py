@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from tensordict.tensorclass import NonTensorData
+from torch.utils.data import DataLoader
+from torchrl.data.llm import History
 
-from torchrl_llm.prompt_line import Member, PromptLine, plain
+from torchrl_llm.data import StreamReader
+from torchrl_llm.prompt_line import Member, PromptLine
 
 Key = tuple[int, int]
 
@@ -182,10 +189,142 @@ def test_a_state_of_a_stream_holds_the_prompts_themselves() -> None:
     assert members[0].fields["w"].tolist() == [1.0, 1.0]
 
 
+def datum_rows() -> Any:
+    rows = [
+        TensorDict(tokens=torch.arange(2) + i, answer=NonTensorData({"x": [i]}), label=NonTensorData(f"l{i}"))
+        for i in range(2)
+    ]
+    return DataLoader(rows, batch_size=2, collate_fn=lazy_stack)
+
+
+def test_a_state_keeps_the_fields_of_tensordicts() -> None:
+    first = PromptLine(datum_rows(), 2, False, 0, 1, "tokens")
+    first.take(1)
+    again = PromptLine(datum_rows(), 2, False, 0, 1, "tokens")
+    again.load_state_dict(saved(first.state_dict()))
+    members = again.take(9)
+    assert [member.prompt.tolist() for member in members] == [[0, 1], [0, 1], [1, 2], [1, 2]]
+    assert [member.fields for member in members[1:3]] == [
+        {"answer": {"x": [0]}, "label": "l0"},
+        {"answer": {"x": [1]}, "label": "l1"},
+    ]
+
+
+def test_a_state_keeps_a_history_and_what_numpy_and_enums_made_of_text_and_numbers() -> None:
+    def make() -> PromptLine:
+        history = History.from_chats([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}])
+        return line(iter([history, {"query": np.str_("a"), "w": np.float64(0.5), "size": Size.BIG, "h": history}]))
+
+    first = make()
+    first.take(2)
+    again = make()
+    again.load_state_dict(saved(first.state_dict()))
+    one, two = again.take(9)
+    assert isinstance(one.prompt, History) and (one.prompt.role, one.prompt.content) == (
+        ["user", "assistant"],
+        ["hi", "ho"],
+    )
+    assert (two.prompt, two.fields["w"], two.fields["size"], two.fields["h"].content) == ("a", 0.5, 2, ["hi", "ho"])
+
+
+class Size(enum.IntEnum):
+    BIG = 2
+
+
+@pytest.mark.parametrize("kind", ["generator", "iterable", "loader", "sequence"])
+def test_a_state_from_before_the_first_prompt_loses_none_though_it_was_looked_at(kind: str) -> None:
+    def make() -> PromptLine:
+        prompts = {
+            "generator": lambda: (f"q{i}" for i in range(3)),
+            "iterable": lambda: range_of_prompts(3),
+            "loader": lambda: DataLoader(["q0", "q1", "q2"], batch_size=2),
+            "sequence": lambda: ["q0", "q1", "q2"],
+        }[kind]()
+        return line(prompts)
+
+    first = make()
+    assert first.peek() is not None
+    state = saved(first.state_dict())
+    assert [member.prompt for member in first.take(9)] == ["q0", "q1", "q2"]
+    for looks in (0, 1):
+        again = make()
+        for _ in range(looks):
+            again.peek()
+        again.load_state_dict(state)
+        again.load_state_dict(saved(again.state_dict()))
+        following = again.peek()
+        assert following is not None and following.prompt == "q0"
+        assert [(m.group_id, m.prompt) for m in again.take(9)] == [(0, "q0"), (1, "q1"), (2, "q2")]
+
+
+def test_a_stream_is_started_over_for_what_is_past_or_says_that_it_cannot() -> None:
+    again = StreamReader(range_of_prompts(3))
+    assert [again.read(0, position)[1] for position in (0, 1, 0, 2)] == ["q0", "q1", "q0", "q2"]
+    once = StreamReader(iter(["q0", "q1"]))
+    assert once.read(0, 1) == (None, "q1")
+    with pytest.raises(RuntimeError, match="datum 0 was read already, and the data can be read only once"):
+        once.read(0, 0)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("count", [2, 12])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_state_of_other_data_is_refused_and_changes_nothing(shuffle: bool, count: int, older: bool) -> None:
+    first = line([f"q{i}" for i in range(10)], shuffle=shuffle, seed=1)
+    first.take(9)
+    state = saved(first.state_dict())
+    assert state["length"] == 10
+    if older:
+        del state["length"], state["order_length"]
+    other = line([f"q{i}" for i in range(count)], shuffle=shuffle, seed=2)
+    before = other.state_dict()
+    if older and count == 12:
+        other.load_state_dict(state)  # Nothing in it tells.
+        return
+    with pytest.raises(ValueError, match=rf"data has {count} items, the state was saved with (at least )?(9|10): a so"):
+        other.load_state_dict(state)
+    assert other.state_dict() == before
+    assert len(other.take(99)) == count
+
+
+def test_a_state_of_indices_is_refused_by_a_stream_and_other_streams_are_known_by_their_length() -> None:
+    first = line(["q0", "q1"])
+    first.take(1)
+    stream = line(iter(["q0", "q1"]))
+    with pytest.raises(ValueError, match="the state keeps its prompts by their index, and data has no indices"):
+        stream.load_state_dict(first.state_dict())
+    assert [member.prompt for member in stream.take(9)] == ["q0", "q1"]
+    loader = line(DataLoader(["q0", "q1", "q2"], batch_size=2))
+    loader.take(1)
+    for batch_size in (1, 3):  # It is the data that count, not the batches.
+        again = line(DataLoader(["q0", "q1", "q2"], batch_size=batch_size))
+        again.load_state_dict(loader.state_dict())
+        assert [member.prompt for member in again.take(9)] == ["q0", "q1", "q2"]
+    with pytest.raises(ValueError, match="data has 4 items, the state was saved with 3"):
+        line(DataLoader(list("abcd"), batch_size=2)).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_data_that_grow_are_read_to_their_end(shuffle: bool) -> None:
+    data = ["q0", "q1"]
+    prompts = line(data, shuffle=shuffle, epochs=2)
+    [first] = prompts.take(1)
+    prompts.delivered(0, 0)
+    data.append("q2")
+    again = line(data, shuffle=shuffle, epochs=2)
+    again.load_state_dict(saved(prompts.state_dict()))
+    for source in (prompts, again):
+        rest = source.take(99)
+        epochs = [sorted(m.prompt for m in (first, *rest) if m.epoch == epoch) for epoch in (0, 1)]
+        assert epochs == [["q0", "q1"] if shuffle else ["q0", "q1", "q2"], ["q0", "q1", "q2"]]
+
+
 def test_a_state_says_what_it_cannot_hold_or_does_not_fit() -> None:
     prompts = line(iter([{"query": "a", "thing": object()}]))
     prompts.take(1)
-    with pytest.raises(TypeError, match="a value of type object in a prompt cannot be saved"):
+    with pytest.raises(
+        TypeError, match=r"a value of type object cannot be saved.*data with indices are saved by their"
+    ):
         prompts.state_dict()
     state = line(["a"], repeats=2).state_dict()
     with pytest.raises(ValueError, match=r"repeats=2 and the source repeats=3"):
@@ -194,4 +333,3 @@ def test_a_state_says_what_it_cannot_hold_or_does_not_fit() -> None:
     begun.take(1)
     with pytest.raises(RuntimeError, match="has handed out prompts already"):
         begun.load_state_dict(state)
-    assert plain((1, [2.0, {"a": b"b"}])) == (1, [2.0, {"a": b"b"}])

@@ -32,6 +32,11 @@ class Stream(IterableDataset):
         return iter([{"text": f"q{index}", "answer": index} for index in range(3)])
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
 def content(members: list[Member]) -> list[tuple[Any, dict[str, Any]]]:
     return [(member.prompt, member.fields) for member in members]
 
@@ -49,6 +54,8 @@ DATA: dict[str, tuple[Any, list[Any]]] = {
     ),
     "torch dataset": (Questions(), ANSWERED),
     "torch iterable dataset": (Stream(), ANSWERED),
+    "torch iterable dataset with a length": (SizedStream(), ANSWERED),
+    "loader of a torch iterable dataset with a length": (DataLoader(SizedStream(), batch_size=2), ANSWERED),
     "loader of columns": (DataLoader(Questions(), batch_size=2), ANSWERED),
     "loader of lists": (DataLoader(Questions(), batch_size=2, collate_fn=list), ANSWERED),
     "loader without batches": (DataLoader(Questions(), batch_size=None), ANSWERED),
@@ -99,6 +106,15 @@ def test_other_prompts_are_a_history_or_token_ids_under_a_key_of_ones_own() -> N
             KeyError,
             r"has the fields \['query'\], its prompt is looked for under 'say'",
         ),
+        (
+            [{"query": "a", "next": 1}],
+            {},
+            ValueError,
+            "a datum has the field 'next', which is not allowed: rename it, or leave it out. Taken are 'next', 'collec",
+        ),
+        ([{"query": "a", "collector": {}}], {}, ValueError, "the field 'collector', which is not allowed"),
+        ([{"query": "a", "shape": 3}], {}, ValueError, "the field 'shape', which is not allowed"),
+        ([{"query": "a", 3: 4}], {}, TypeError, "the field 3, of type int: fields are named by strings"),
         (["a"], {"repeats": 0}, ValueError, "repeats=0 is not allowed: pass an int of at least 1"),
         (["a"], {"repeats": True}, TypeError, "repeats=True is not allowed"),
         (["a"], {"epochs": 0}, ValueError, "epochs=0 is not allowed"),

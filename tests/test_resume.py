@@ -18,6 +18,7 @@ import torch
 from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, echo, ids
 from tensordict import TensorDictBase
 from test_groups import Answered, Slow, prompts
+from torch.utils.data import DataLoader
 
 from torchrl_llm import CollectorError, LLMCollector, PromptSource
 
@@ -70,6 +71,19 @@ def test_a_new_collector_goes_on_with_what_was_not_delivered_L27(unit: str, stre
     groups = {key[1]: key[3] for key in keys(rows + rest)}
     assert len(groups) == len(set(groups.values())) == 9
     assert min(ids(rest, "traj_ids")) >= before["launched"] > max(ids(rows, "traj_ids"))
+
+
+@pytest.mark.parametrize("kind", ["generator", "loader"])
+def test_a_state_from_before_the_first_batch_of_a_stream_loses_no_prompt(kind: str) -> None:
+    def data() -> Any:
+        return iter(prompts(4)) if kind == "generator" else DataLoader(prompts(4), batch_size=3)
+
+    with build(data=data()) as first:
+        state = saved(first.state_dict())
+    with build(data=data()) as second:
+        second.load_state_dict(state)
+        ends = [row for batch in second for row in batch.unbind(0) if bool(row["next", "done"])]
+    assert [row["text"] for row in ends] == [prompt for prompt in prompts(4) for _ in range(3)]
 
 
 def test_total_steps_counts_over_both_lives() -> None:

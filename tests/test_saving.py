@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import ScriptedEnv, chat_echo, echo
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from tensordict.tensorclass import MetaData, NonTensorData
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data import LazyStackStorage, ReplayBuffer, TensorDictMaxValueWriter
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv
@@ -83,6 +85,37 @@ def test_a_replay_buffer_comes_back_and_goes_on_L75(tmp_path: Path) -> None:
     assert sorted(texts) == sorted(["q1#0", "q2#0", "q3#0", "q4#0", "q5#0", "q3#0", "q4#0", "q5#0"])
 
 
+@pytest.mark.parametrize("rows", [3, 4, 6, 9])
+def test_a_full_replay_buffer_comes_back_in_its_order_and_overwrites_its_oldest_rows(rows: int, tmp_path: Path) -> None:
+    def buffer() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyStackStorage(4), batch_size=1)
+
+    def row(number: int) -> TensorDictBase:
+        return lazy_stack([TensorDict(i=torch.tensor(number), s=NonTensorData(str(number)))])
+
+    first, again = buffer(), buffer()
+    for number in range(rows):
+        first.extend(row(number))
+    save_replay_buffer(first, tmp_path / "buffer")
+    kept = list(range(max(0, rows - 4), rows))
+    assert load_batch(tmp_path / "buffer")["i"].tolist() == kept
+    load_replay_buffer(again, tmp_path / "buffer")
+    for number in range(rows, rows + 6):
+        again.extend(row(number))
+        first.extend(row(number))
+        kept = [*kept, number][-4:]
+        assert sorted(again[:]["i"].tolist()) == sorted(first[:]["i"].tolist()) == kept
+
+
+def test_a_buffer_with_a_writer_that_has_no_order_is_saved_as_it_lies(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(2), writer=TensorDictMaxValueWriter(rank_key="i"), batch_size=1)
+    for number in (5, 1, 7):
+        buffer.extend(lazy_stack([TensorDict(i=torch.tensor([float(number)]), s=NonTensorData(str(number)))]))
+    save_replay_buffer(buffer, tmp_path / "buffer")
+    assert load_batch(tmp_path / "buffer")["i"].flatten().tolist() == buffer[:]["i"].flatten().tolist()
+    assert sorted(buffer[:]["i"].flatten().tolist()) == [5.0, 7.0]
+
+
 def test_loading_applies_no_transform(tmp_path: Path) -> None:
     from torchrl.objectives.llm import MCAdvantage
 
@@ -108,8 +141,22 @@ def test_loading_applies_no_transform(tmp_path: Path) -> None:
     assert again[:]["advantage"].tolist() == buffer[:]["advantage"].tolist()
 
 
+def test_text_and_numbers_of_derived_types_are_saved_as_builtin_ones_and_tensordicts_in_them_whole(
+    tmp_path: Path,
+) -> None:
+    values = [np.str_("a"), np.float64(0.5), Size.BIG, {"h": [History(role="user", content="hi")]}]
+    save_batch(lazy_stack([TensorDict(x=NonTensorData(value)) for value in values]), tmp_path / "x")
+    found = [row["x"] for row in load_batch(tmp_path / "x").unbind(0)]
+    assert found[:3] == ["a", 0.5, 2] and [type(value) for value in found[:3]] == [str, float, int]
+    assert isinstance(found[3]["h"][0], History) and found[3]["h"][0].content == "hi"
+
+
+class Size(enum.IntEnum):
+    BIG = 2
+
+
 def test_what_cannot_be_saved_or_loaded_says_so(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="a value of type object"):
+    with pytest.raises(TypeError, match="a value of type object cannot be saved: None, numbers, strings"):
         save_batch(lazy_stack([TensorDict(thing=NonTensorData(object()))]), tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"batch_size=\(\); a one-dimensional one is needed"):

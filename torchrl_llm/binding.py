@@ -13,13 +13,14 @@ environment and is used by one thread at a time, like it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from tensordict.tensorclass import NonTensorData
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.data.llm import History
@@ -28,9 +29,11 @@ from torchrl.envs.llm import DataLoadingPrimer, LLMEnv
 from torchrl.envs.llm.chat import ChatEnv, DatasetChatEnv
 
 from torchrl_llm.data import is_chat
+from torchrl_llm.encoding import python_number
 from torchrl_llm.errors import PromptsExhausted
 from torchrl_llm.prompt_line import Member, Prompts
 
+MESSAGE_KEYS = tuple(field.name for field in dataclasses.fields(History))
 _building = threading.local()
 _patched = threading.RLock()  # a bound constructor may call another one
 
@@ -77,12 +80,23 @@ class PromptFeed:
         source: the source.
         prompt_key: the key under which the environment reads its prompt; ``None`` for the datum's own.
         as_history: whether a chat becomes a ``History``.
+        text_only: whether the environment reads nothing but strings.
+        taken: entries that the environment makes itself.
     """
 
-    def __init__(self, source: Prompts, prompt_key: str | tuple[str, ...] | None, as_history: bool) -> None:
+    def __init__(
+        self,
+        source: Prompts,
+        prompt_key: str | tuple[str, ...] | None,
+        as_history: bool,
+        text_only: bool = False,
+        taken: frozenset[str] = frozenset(),
+    ) -> None:
         self.source = source
         self._prompt_key = prompt_key
         self._as_history = as_history
+        self._text_only = text_only
+        self._taken = taken
         self._given: deque[Member] = deque()
         # Every field seen so far has its place in each row: torchrl's primer carries them from turn to turn.
         self._fields: dict[str, None] = {}
@@ -104,13 +118,39 @@ class PromptFeed:
         return self.row(taken[0])
 
     def row(self, member: Member) -> TensorDict:
-        """A member as the TensorDict that the environment is reset with, of batch size ``()``."""
+        """A member as the TensorDict that the environment is reset with, of batch size ``()``.
+
+        Raises:
+            ValueError: if a field has a name that the environment needs, or a message an entry that is not known.
+            TypeError: if the environment does not read prompts of this kind.
+        """
+        self._check(member)
         self._fields.update(dict.fromkeys(member.fields))
         row = TensorDict(batch_size=())
         for name in self._fields:
             row.set(name, _entry(member.fields.get(name)))
         row.set(self.prompt_key(member), self._prompt(member.prompt))
         return row
+
+    def _check(self, member: Member) -> None:
+        if self._text_only and not isinstance(member.prompt, str):
+            raise TypeError(
+                f"a prompt of type {type(member.prompt).__name__} is not allowed: an LLMEnv with from_text=True reads "
+                "strings; a ChatEnv reads chats"
+            )
+        key = self.prompt_key(member)
+        prompt_name = _top(key)
+        if prompt_name in member.fields:
+            raise ValueError(
+                f"a datum has the field {prompt_name!r} beside its prompt, {member.name!r}: the environment reads its "
+                "prompt there; rename it, or leave it out"
+            )
+        for name in (*member.fields, prompt_name):
+            if name in self._taken:
+                raise ValueError(
+                    f"a datum has the field {name!r}, which is not allowed: the environment makes it itself; rename "
+                    f"it, or leave it out. Taken are {', '.join(map(repr, sorted(self._taken)))}"
+                )
 
     def prompt_key(self, member: Member | None) -> str | tuple[str, ...]:
         """The key of the prompt in a row."""
@@ -122,7 +162,7 @@ class PromptFeed:
         if not self._as_history:
             return _entry(prompt)
         if is_chat(prompt):
-            return History.from_chats([dict(message) for message in prompt])
+            return History.from_chats([_message(message) for message in prompt])
         return _entry(prompt)
 
     def stack(self, rows: list[TensorDictBase]) -> TensorDictBase:
@@ -169,11 +209,21 @@ class PromptPrimer(DataLoadingPrimer):
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Puts the fields that the environment did not pass on beside what it observes."""
+        if isinstance(tensordict, LazyStackedTensorDict) and tensordict_reset.batch_size:
+            pairs = zip(tensordict.unbind(0), tensordict_reset.unbind(0), strict=True)
+            return lazy_stack([self._reset(row, observed) for row, observed in pairs])
         known = set(tensordict_reset.keys())
         for key in self.data_keys:
             if isinstance(key, str) and key not in known and key in tensordict.keys():
                 tensordict_reset.set(key, tensordict.get(key))
         return tensordict_reset
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Carries the fields on, row by row: one may be a tensor in a row, and another or none in the next."""
+        if isinstance(tensordict, LazyStackedTensorDict) and next_tensordict.batch_size:
+            pairs = zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True)
+            return lazy_stack([super(PromptPrimer, self)._step(row, following) for row, following in pairs])
+        return super()._step(tensordict, next_tensordict)
 
 
 def find_feed(env: EnvBase) -> PromptFeed | None:
@@ -189,7 +239,8 @@ def bind(env: EnvBase, source: Prompts) -> EnvBase:
     """Lets ``env`` take its prompts from ``source``; the environment itself, or one around it.
 
     Raises:
-        ValueError: if it has several data primers, or one on Ray.
+        ValueError: if it has several data primers, or one on Ray, or needs a name that a field of the first datum has.
+        TypeError: if it does not read prompts of the first datum's kind.
     """
     modules = list(env.modules())
     if any(type(module).__name__ == "RayDataLoadingPrimer" for module in modules):
@@ -200,7 +251,13 @@ def bind(env: EnvBase, source: Prompts) -> EnvBase:
     base: Any = env
     while isinstance(base, TransformedEnv):
         base = base.base_env
-    feed = PromptFeed(source, _key_of_prompt(base), as_history=isinstance(base, ChatEnv))
+    feed = PromptFeed(
+        source,
+        _key_of_prompt(base),
+        as_history=isinstance(base, ChatEnv),
+        text_only=isinstance(base, LLMEnv) and base.from_text,
+        taken=_taken(env, base),
+    )
     spec = feed.spec(env.batch_size)
     if primers:
         _refill(primers[0], feed, spec)
@@ -234,11 +291,33 @@ def _key_of_prompt(env: EnvBase) -> str | tuple[str, ...] | None:
     return getattr(env, "data_key", None)
 
 
+def _taken(env: EnvBase, base: EnvBase) -> frozenset[str]:
+    """Entries that a datum's field would overwrite, or that would overwrite it."""
+    chat = list(base.observation_spec.keys()) if isinstance(base, ChatEnv) else []
+    return frozenset(_top(key) for key in (*env.done_keys, *chat))
+
+
+def _top(key: str | tuple[str, ...]) -> str:
+    return key if isinstance(key, str) else key[0]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat's message as ``History`` takes it; what it does not know may be there without a value."""
+    unknown = [key for key, value in message.items() if key not in MESSAGE_KEYS and value is not None]
+    if unknown:
+        raise ValueError(
+            f"a message of a chat has {unknown[0]!r}, which is not allowed: torchrl's History takes "
+            + ", ".join(map(repr, MESSAGE_KEYS))
+        )
+    return {key: value for key, value in message.items() if key in MESSAGE_KEYS}
+
+
 def _entry(value: Any) -> Any:
     """A field as TensorDict keeps it: tensors and numbers as tensors, everything else as it is."""
     if isinstance(value, (torch.Tensor, History)):
         return value
-    if isinstance(value, (bool, int, float)):
+    value = python_number(value)
+    if isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return torch.tensor(value)
     return NonTensorData(value, batch_size=())
 

@@ -9,16 +9,19 @@ iterated over only once is read once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchrl.data.llm import History
 
 # Where a mapping has its prompt, in order of preference.
 PROMPT_KEYS = ("query", "prompt", "messages", "question", "text")
+# What no field can be called: turns have these entries themselves, or torchrl's specs refuse them.
+RESERVED = ("next", "collector", "_reset", "shape", "device", "dtype", "space")
 
 
 class Reader(Protocol):
@@ -26,6 +29,16 @@ class Reader(Protocol):
 
     indexed: bool
     one_shot: bool
+
+    @property
+    def length(self) -> int | None:
+        """How many data there are, as far as they can be counted without being read."""
+
+    def order_length(self, epoch: int) -> int | None:
+        """Over how many data an epoch's shuffled order goes; ``None`` without one."""
+
+    def begin(self, epoch: int, length: int) -> None:
+        """Makes an epoch's shuffled order over the first ``length`` data."""
 
     def read(self, epoch: int, position: int) -> tuple[int | None, Any]:
         """The datum at a position of an epoch's order, with its index in the data if there are indices.
@@ -40,6 +53,9 @@ class Reader(Protocol):
 
 class IndexedReader:
     """Reads data that have a length and can be indexed, in their order or in one shuffled anew for each epoch.
+
+    Data may grow: what is added comes in this epoch if they are read in their order, and from the next one on if they
+    are shuffled.
 
     Args:
         data: anything with ``__len__`` and ``__getitem__``.
@@ -62,17 +78,30 @@ class IndexedReader:
         self._order: torch.Tensor | None = None
         self._order_epoch = -1
 
+    @property
+    def length(self) -> int:
+        """See :meth:`Reader.length`."""
+        return len(self._data)
+
+    def order_length(self, epoch: int) -> int | None:
+        """See :meth:`Reader.order_length`."""
+        if not self._shuffle:
+            return None
+        return len(self._data) if self._order is None or self._order_epoch != epoch else len(self._order)
+
+    def begin(self, epoch: int, length: int) -> None:
+        """See :meth:`Reader.begin`."""
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+        self._order = torch.randperm(length, generator=generator)
+        self._order_epoch = epoch
+
     def read(self, epoch: int, position: int) -> tuple[int | None, Any]:
         """See :meth:`Reader.read`."""
-        if position >= len(self._data):
+        if self._shuffle and self._order_epoch != epoch:
+            self.begin(epoch, len(self._data))
+        if position >= (len(self._data) if self._order is None else len(self._order)):
             raise StopIteration
-        index = position
-        if self._shuffle:
-            if self._order is None or self._order_epoch != epoch:
-                generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
-                self._order = torch.randperm(len(self._data), generator=generator)
-                self._order_epoch = epoch
-            index = int(self._order[position])
+        index = position if self._order is None else int(self._order[position])
         return index, self._data[index]
 
     def at(self, index: int) -> Any:
@@ -101,10 +130,34 @@ class StreamReader:
         self._pass_epoch = -1
         self._position = 0
 
+    @property
+    def length(self) -> int | None:
+        """See :meth:`Reader.length`. A ``DataLoader``'s batches are not counted, but its data set."""
+        data = self._data.dataset if isinstance(self._data, DataLoader) else self._data
+        if self.one_shot or isinstance(data, IterableDataset) or not isinstance(data, Sized):
+            return None  # The length of an IterableDataset may be an estimate.
+        with contextlib.suppress(TypeError, NotImplementedError):  # So say some that do not know it.
+            return len(data)
+        return None
+
+    def order_length(self, epoch: int) -> None:
+        """Streams are not shuffled here."""
+        return None
+
+    def begin(self, epoch: int, length: int) -> None:
+        """Streams have no order."""
+        raise TypeError("a stream has no order")
+
     def read(self, epoch: int, position: int) -> tuple[int | None, Any]:
-        """See :meth:`Reader.read`. A pass that begins at a later position skips what comes before."""
-        if self._pass is None or epoch != self._pass_epoch:
+        """See :meth:`Reader.read`. A pass that begins at a later position skips what comes before.
+
+        Raises:
+            RuntimeError: if data that can be read only once are past the position.
+        """
+        if self._pass is None or epoch != self._pass_epoch or position < self._position:
             if self.one_shot and self._pass is not None:
+                if epoch == self._pass_epoch:
+                    raise RuntimeError(f"datum {position} was read already, and the data can be read only once")
                 raise StopIteration
             self._pass, self._pass_epoch, self._position = self._start(), epoch, 0
         while self._position < position:
@@ -155,7 +208,9 @@ def make_reader(data: Any, shuffle: bool, seed: int) -> Reader:
     if isinstance(data, (str, bytes)) or (isinstance(data, Mapping) and not isinstance(data, TensorDictBase)):
         hint = "choose one of its splits" if isinstance(data, Mapping) else "put it in a list"
         raise TypeError(f"data of type {type(data).__name__} is not allowed: {hint}")
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, DataLoader):
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    # torch's IterableDataset has __getitem__ from Dataset, and it raises.
+    if indexed and not isinstance(data, (DataLoader, IterableDataset)):
         if len(data) == 0:
             raise ValueError("data is empty: a PromptSource needs at least one prompt")
         return IndexedReader(data, shuffle, seed)
@@ -185,6 +240,7 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
     Raises:
         TypeError: if there is no prompt of these kinds.
         KeyError: if the mapping has no prompt field.
+        ValueError: if a field has a name that is taken: one of :data:`RESERVED`.
 
     Examples:
         >>> split_datum({"question": "1+1?", "answer": 2}, key=None)
@@ -196,6 +252,8 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
         if name is None or name not in fields:
             wanted = repr(key) if key is not None else "one of " + ", ".join(map(repr, PROMPT_KEYS))
             raise KeyError(f"a datum has the fields {list(fields)}, its prompt is looked for under {wanted}: set key=")
+        for field in fields:
+            _check_name(field)
         prompt = fields.pop(name)
     else:
         prompt, name, fields = datum, "query", {}
@@ -208,6 +266,16 @@ def split_datum(datum: Any, key: str | None) -> tuple[Any, str, dict[str, Any]]:
         f"a prompt of type {type(prompt).__name__} is not allowed: pass a string, a chat (a list of mappings with "
         f"'role' and 'content'), a History, or a tensor of token ids{hint}"
     )
+
+
+def _check_name(field: Any) -> None:
+    if not isinstance(field, str):
+        raise TypeError(f"a datum has the field {field!r}, of type {type(field).__name__}: fields are named by strings")
+    if field in RESERVED:
+        raise ValueError(
+            f"a datum has the field {field!r}, which is not allowed: rename it, or leave it out. Taken are "
+            + ", ".join(map(repr, RESERVED))
+        )
 
 
 def is_chat(prompt: Any) -> bool:

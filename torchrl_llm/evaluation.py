@@ -15,6 +15,7 @@ from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
+from torch.utils.data import DataLoader, IterableDataset
 from torchrl.envs import EnvBase
 
 from torchrl_llm.assembly import build_slots
@@ -77,7 +78,8 @@ def evaluate(
         CollectorError: what stopped the evaluation.
     """
     source = PromptSource(prompts, repeats=n, epochs=1, key=key)
-    if isinstance(prompts, Sized):
+    # A DataLoader's length counts batches, and an IterableDataset's may be an estimate.
+    if isinstance(prompts, Sized) and not isinstance(prompts, (DataLoader, IterableDataset)):
         constructors = constructors[: len(prompts) * n]
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     control = Control(wake=lambda: events.put(None))

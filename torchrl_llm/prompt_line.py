@@ -14,9 +14,8 @@ import heapq
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import torch
-
 from torchrl_llm.data import make_reader, split_datum
+from torchrl_llm.encoding import plain, restored
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class PromptLine:
         for group in sorted(self._groups.values(), key=lambda group: group.id):
             entry = {"group_id": group.id, "epoch": group.epoch, "undone": sorted(group.undone), "item": group.item}
             if group.item is None:
-                entry["datum"] = plain(group.datum)
+                entry["datum"] = _kept(group.datum)
             held.append(entry)
         return {
             "repeats": self.repeats,
@@ -240,6 +239,8 @@ class PromptLine:
             "epoch": self._epoch,
             "position": self._position,
             "next_group": self._next_group,
+            "length": self._reader.length,
+            "order_length": self._reader.order_length(self._epoch),
             "held": held,
         }
 
@@ -250,34 +251,44 @@ class PromptLine:
                 raise ValueError(f"the state has {name}={state[name]!r} and the source {name}={own!r}: they must agree")
         if self.begun:
             raise RuntimeError("the source has handed out prompts already: load a state into a new one")
+        groups = self._held_groups(state)
         self.reseed(state["seed"])
-        self._ahead = None
+        if (state["epoch"], state["position"]) != (self._epoch, self._position):
+            self._ahead = None  # At the same place it stays: it was read from a stream, which does not give it again.
         self._epoch, self._position = state["epoch"], state["position"]
+        if state.get("order_length") is not None:
+            self._reader.begin(self._epoch, state["order_length"])
         self._next_group = state["next_group"]
-        self._current, self._groups, self._returned = None, {}, []
-        for entry in state["held"]:
-            item, undone = entry["item"], set(entry["undone"])
-            datum = entry["datum"] if item is None else self._reader.at(item)
-            self._groups[entry["group_id"]] = _Group(
-                entry["group_id"], entry["epoch"], item, datum, undone, next=self.repeats
-            )
-            self._returned += [(entry["group_id"], index) for index in sorted(undone)]
+        self._current, self._groups = None, groups
+        self._returned = [(group.id, index) for group in groups.values() for index in group.undone]
         heapq.heapify(self._returned)
 
+    def _held_groups(self, state: dict[str, Any]) -> dict[int, _Group]:
+        """The prompts of a state that are not done with; raises ValueError if it was saved with other data."""
+        length, before = self._reader.length, state.get("length")  # Older states do not have it.
+        last = max((entry["item"] for entry in state["held"] if entry["item"] is not None), default=-1)
+        if last >= 0 and not self._reader.indexed:
+            raise ValueError("the state keeps its prompts by their index, and data has no indices: pass the same data")
+        if length is not None and (before not in (None, length) or last >= length):
+            raise ValueError(
+                f"data has {length} items, the state was saved with {before or f'at least {last + 1}'}: a source goes "
+                "on with the same data only"
+            )
+        groups = {}
+        for entry in state["held"]:
+            item = entry["item"]
+            datum = restored(entry["datum"]) if item is None else self._reader.at(item)
+            undone = set(entry["undone"])
+            groups[entry["group_id"]] = _Group(
+                entry["group_id"], entry["epoch"], item, datum, undone, next=self.repeats
+            )
+        return groups
 
-def plain(value: Any) -> Any:
-    """``value``, if it is made of what ``torch.load(weights_only=True)`` takes; mappings become dicts.
 
-    Raises:
-        TypeError: if it is not.
-    """
-    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.Tensor)):
-        return value
-    if hasattr(value, "items"):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(item) for item in value) if type(value) in (list, tuple) else [plain(i) for i in value]
-    raise TypeError(
-        f"a value of type {type(value).__name__} in a prompt cannot be saved: a state takes strings, numbers, tensors "
-        "and lists and dicts of them; data with indices are saved by their index"
-    )
+def _kept(datum: Any) -> Any:
+    try:
+        return plain(datum)
+    except TypeError as error:
+        raise TypeError(
+            f"a prompt, or a field beside it: {error}; data with indices are saved by their index"
+        ) from None

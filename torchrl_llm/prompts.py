@@ -29,7 +29,7 @@ class PromptSource:
         data: a sequence, an iterable, a torch ``Dataset`` or ``DataLoader`` (its batches are taken apart), or a Hugging
             Face dataset, of prompts. A prompt is a string, a chat (a list of mappings with ``"role"`` and
             ``"content"``), or a mapping with one of these in a field; the other fields go to the environment and into
-            the turns as they are (numbers and booleans as tensors, as TensorDict has them).
+            the turns as they are (numbers and booleans as tensors, as TensorDict has them; ints beyond int64 as ints).
 
     Keyword Args:
         repeats: members of a group. Defaults to 1.
@@ -42,7 +42,8 @@ class PromptSource:
     Raises:
         TypeError: for data that cannot be read one after another, or are no prompts.
         KeyError: if a mapping has no prompt field.
-        ValueError: for empty data, ``shuffle=True`` without indices, or several epochs of an iterator.
+        ValueError: for a field with a name that turns or torchrl's specs have themselves (``"next"``, ``"collector"``,
+            ``"shape"``, ...), empty data, ``shuffle=True`` without indices, or several epochs of an iterator.
 
     Examples:
         >>> source = PromptSource([{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}], repeats=2)
@@ -146,7 +147,8 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """The state as plain data: order and position, group ids, and every prompt that is not done with.
 
-        Prompts of data with indices are kept by their index, others with their content. ``torch.save`` and
+        Prompts of data with indices are kept by their index, others with their content: TensorDicts and ``History``
+        exactly, numbers and strings of derived types (``numpy.float64``) as builtin ones. ``torch.save`` and
         ``torch.load(weights_only=True)`` take it.
 
         Raises:
@@ -159,9 +161,11 @@ class PromptSource:
         """Goes on from a state: what was handed out and not delivered comes first, under its old group id and index.
 
         The source must have the same data in the same order; an iterable is read and skipped up to the position.
+        A state that is refused changes nothing.
 
         Raises:
-            ValueError: if the state is of a source with other ``repeats`` or ``shuffle``.
+            ValueError: if the state is of a source with other ``repeats`` or ``shuffle``, or with data of another
+                length.
             RuntimeError: if prompts were handed out already.
         """
         with self._lock:
