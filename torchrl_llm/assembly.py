@@ -13,6 +13,7 @@ from typing import Any
 
 from torchrl.modules.llm.policies import LLMWrapperBase
 
+from torchrl_llm.announcing import announce_version
 from torchrl_llm.arguments import Source
 from torchrl_llm.bridge import make_bridge
 from torchrl_llm.budget import Budget
@@ -28,7 +29,7 @@ from torchrl_llm.policies.options import RunnerOptions
 from torchrl_llm.policies.pool import PolicyPool, check_wrapper
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, reachable
-from torchrl_llm.weights import PolicyWeights, announce_version
+from torchrl_llm.weights import PolicyWeights
 
 # How long what was built gets to end again, when the rest could not be built.
 CLOSE_SECONDS = 5.0

@@ -21,11 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl.envs import TransformedEnv
-from torchrl.envs.llm.transforms import PolicyVersion
-
 from torchrl_llm.changing import Changing
-from torchrl_llm.envs import Slot
 from torchrl_llm.errors import CollectorError, PolicyError
 from torchrl_llm.kept_weights import KeptWeights, Sent
 from torchrl_llm.policies.engine_owner import EngineOwner
@@ -315,28 +311,6 @@ class PolicyWeights:
             "weight_update_seconds": self._seconds,
             "tokens_discarded": self._pool.tokens_discarded,
         }
-
-
-def announce_version(version: int, slots: list[Slot], wake: Callable[[None], None]) -> None:
-    """Says that the weights have changed: wakes the rollout, and tells TorchRL's ``PolicyVersion`` transforms of it."""
-    wake(None)
-    for slot in slots:
-        for transform in _transforms(slot.env):
-            if not isinstance(transform, PolicyVersion):
-                continue
-            if transform.version_type in (int, "int"):
-                transform.version = version
-            else:
-                transform.increment_version()
-
-
-def _transforms(env: Any) -> list[Any]:
-    """The transforms of an environment, and of those inside it."""
-    found: list[Any] = []
-    while isinstance(env, TransformedEnv):
-        found += getattr(env.transform, "transforms", [env.transform])
-        env = env.base_env
-    return found
 
 
 def _switch_resting(
