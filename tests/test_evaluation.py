@@ -7,14 +7,15 @@ import threading
 from typing import Any
 
 import pytest
-from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, echo, ids
+from fakes import PATIENCE, Gate, Policy, ScriptedEnv, assert_conserved, assert_settled, echo, ids
 from tensordict import TensorDictBase
 from test_groups import Answered, Slow, assert_whole, prompts
 from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
-from torchrl_llm import CollectorError, LLMCollector, PromptSource
+from torchrl_llm import CollectorError, LLMCollector, PolicyError, PromptSource
+from torchrl_llm.policies.batched import BatchedRunner
 
 
 def length(prompt: str) -> int:
@@ -178,3 +179,69 @@ def test_a_collector_that_serves_answers_after_its_data_have_ended_and_goes_on_w
         assert_conserved(collector.stats())
     assert_settled(collector.stats())
     assert collector.stats()["delivered"] == 3
+
+
+def fails_on_bad(number: int, texts: list[str]) -> None:
+    if "bad" in texts:
+        raise ValueError("no such prompt")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "restart"])
+@pytest.mark.parametrize("background", [False, True])
+def test_an_evaluation_on_which_the_policy_fails_costs_the_training_nothing(on_error: str, background: bool) -> None:
+    policy = Policy(fails_on_bad)
+    made: list[Policy] = []
+
+    def make_policy() -> Policy:
+        made.append(policy)
+        return policy
+
+    source = PromptSource(prompts(40), repeats=2, epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, lambda prompt: 1)),
+        make_policy if on_error == "restart" else policy,
+        num_envs=3,
+        groups_per_batch=2,
+        on_error=on_error,
+    ) as collector:
+        target: queue.Queue[Any] = queue.Queue(maxsize=1)
+        if background:
+            collector.start(target)
+        first = target.get(timeout=PATIENCE) if background else next(collector)
+        for _ in range(2):
+            with pytest.raises(PolicyError, match="policy 0 failed: ValueError: no such prompt"):
+                collector.evaluate(["q1", "bad"], n=2)
+        assert [row["text"] for row in collector.evaluate(["q5", "q6"]).unbind(0)] == ["q5", "q6"]
+        rest = iter(lambda: target.get(timeout=PATIENCE), None) if background else collector
+        found = [group for batch in (first, *rest) for group in assert_whole(batch, 2, lambda prompt: 1)]
+        stats = collector.stats()
+    assert found == list(range(40))
+    assert_conserved(stats)
+    assert (stats["errors"], stats["policy_restarts"], stats["recorded"], len(made)) == (0, 0, 0, on_error == "restart")
+    assert any("bad" in call for call in policy.calls)
+
+
+def test_requests_of_an_evaluation_share_no_call_with_those_of_the_training() -> None:
+    """Both wait while the policy is busy; then each gets a call of its own."""
+    gate = Gate()
+    policy = Policy(lambda number, texts: gate() if number == 0 else None)
+    source = PromptSource(prompts(40), epochs=1)
+    with LLMCollector(source.env(Answered), policy, num_envs=3, groups_per_batch=1) as collector:
+        collector.start(queue.Queue())
+        gate.wait()
+        found: list[TensorDictBase] = []
+        thread = threading.Thread(target=lambda: found.append(collector.evaluate(["e7", "e8"])))
+        thread.start()
+        runner = collector._pool.runners[0]
+        assert isinstance(runner, BatchedRunner)
+        patience = threading.Event()
+        for _ in range(int(PATIENCE / 0.01)):
+            if {ticket.guest for ticket, _ in list(runner._waiting)} == {False, True}:
+                break
+            patience.wait(0.01)
+        gate.open()
+        thread.join(PATIENCE)
+        assert [row["text"] for row in found[0].unbind(0)] == ["e7", "e8"]
+        assert collector.join(PATIENCE)
+    kinds = [{text[0] for text in call} for call in policy.calls]
+    assert {"e"} in kinds and {"q"} in kinds and {"e", "q"} not in kinds

@@ -2,7 +2,8 @@
 
 An evaluation is a second rollout over the same policies, in the caller's thread, with environments, threads, books and
 a prompt source of its own. The engines work on the requests of both; what the training stream has in flight goes on,
-and its order, counters and prompts are not touched.
+and its order, counters and prompts are not touched. Nor is it touched by what fails here: a batched policy is called on
+a guest's requests apart from others, and stays in use if it raises.
 
 Threads: the rollout belongs to the thread that calls :func:`evaluate`. A collection that ends stops it by its control.
 """
@@ -33,6 +34,7 @@ from torchrl_llm.prompts import PromptSource
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, reachable
 from torchrl_llm.seeds import EVALUATION, derive
+from torchrl_llm.streaks import FailuresInRow
 
 if TYPE_CHECKING:
     from torchrl_llm.lifecycle import Collection
@@ -44,10 +46,12 @@ CLOSE_SECONDS = 1.0
 class SharedPool:
     """A collector's policies as a guest sees them: the same runners, loads of his own, and nothing to close."""
 
+    guest = True
+
     def __init__(self, pool: PolicyPool) -> None:
         self._pool = pool
         self.loads = [0] * len(pool.runners)
-        self.failures_in_row = [0] * len(pool.runners)
+        self.failures_in_row = [FailuresInRow() for _ in pool.runners]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)

@@ -97,6 +97,7 @@ class Launches:
         self._index = {id(source): index for index, source in enumerate(self.sources)}
         self._dry: set[int] = set()
         self._tries: Counter[tuple[int, int]] = Counter()
+        self._suspects: set[tuple[int, int]] = set()
         self._to_end: dict[int, str] = {}
         self._warn_at = FILTERED_IN_ROW
 
@@ -242,6 +243,14 @@ class Launches:
         member = reservation.member
         return None if member is None else (OF_GROUP, self._group_id(reservation.source, member), member.index)
 
+    def identities(self, reservations: list[Reservation]) -> list[tuple[int, ...]]:
+        """The identities of the members that were to begin."""
+        return [identity for reservation in reservations if (identity := self._identity(reservation)) is not None]
+
+    def is_suspect(self, trajectory: Trajectory) -> bool:
+        """Whether its member failed together with others, so that it is not known whose fault it was."""
+        return (trajectory.group_id, trajectory.group_index) in self._suspects
+
     def _pick_policy(self, slot: Slot) -> int:
         loads = self._pool.loads
         try:
@@ -256,22 +265,31 @@ class Launches:
 
     # After a trajectory
 
-    def lost(self, trajectory: Trajectory, reason: str) -> None:
-        """A trajectory has ended without being delivered, for ``reason``: its prompt is tried again, or given up."""
-        self._lost(trajectory.unit, trajectory.source, trajectory.member, reason)
+    def lost(self, trajectory: Trajectory, reason: str, tried: bool = True, in_company: bool = False) -> None:
+        """A trajectory has ended without being delivered: its prompt is tried again, or given up.
 
-    def _lost(self, unit: int, index: int, member: Member | None, reason: str) -> None:
+        Args:
+            trajectory: which.
+            reason: why.
+            tried: whether a failure may be its own, and counts as a try.
+            in_company: whether it may be that of another one as well, which failed in the same call.
+        """
+        if in_company and tried and trajectory.member is not None:
+            self._suspects.add((trajectory.group_id, trajectory.group_index))
+        self._lost(trajectory.unit, trajectory.source, trajectory.member, reason, tried)
+
+    def _lost(self, unit: int, index: int, member: Member | None, reason: str, tried: bool = True) -> None:
         if self._units is not None and not self._plan.groups:
             self._units.close(unit)
         if member is None:
             return
         source, key = self.sources[index], (self._group_id(index, member), member.index)
-        if reason in _TRIED:
+        if tried and reason in _TRIED:
             self._tries[key] += 1
         if reason in _AGAIN and self._tries.get(key, 0) < MAX_TRIES:
             source.returned(member.group_id, member.index)
             return
-        self._tries.pop(key, None)
+        self._forget(key)
         if not self._plan.groups:
             source.dropped(member.group_id, member.index)
         elif self._give_up(unit, f"its member {member.index}: {reason}"):
@@ -382,6 +400,10 @@ class Launches:
         for turn in turns:
             trajectory = turn.trajectory
             if turn.done and trajectory.member is not None:
-                self._tries.pop((trajectory.group_id, trajectory.group_index), None)
+                self._forget((trajectory.group_id, trajectory.group_index))
                 found.append((self.sources[trajectory.source], trajectory.member))
         return found
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self._tries.pop(key, None)
+        self._suspects.discard(key)
