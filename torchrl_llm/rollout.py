@@ -141,6 +141,7 @@ class Rollout:
         try:
             return self.pool.close(deadline) + self.threads.close(deadline)
         finally:
+            self.launches.give_back()
             for slot in self.slots:
                 slot.close()
 
