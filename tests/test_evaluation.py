@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -245,3 +246,31 @@ def test_requests_of_an_evaluation_share_no_call_with_those_of_the_training() ->
         assert collector.join(PATIENCE)
     kinds = [{text[0] for text in call} for call in policy.calls]
     assert {"e"} in kinds and {"q"} in kinds and {"e", "q"} not in kinds
+
+
+def test_prompts_that_took_too_long_are_left_out_and_named() -> None:
+    slow = Slow("q3", "q5")
+    source = PromptSource(prompts(2), epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, on_step=slow)),
+        echo,
+        num_envs=2,
+        groups_per_batch=1,
+        env_threads=4,
+        max_turn_seconds=0.6,
+        on_timeout="drop",
+    ) as collector:
+        with pytest.warns(RuntimeWarning, match=r"left out 2 of 4 prompts, with the numbers \[0, 2\]") as said:
+            found = collector.evaluate(["q3", "q1", "q5", "q2"], n=2)
+        assert [warning.filename for warning in said] == [__file__]
+        assert [(row["text"], int(row["collector", "group_id"])) for row in found.unbind(0)] == [
+            *[("q1", 1)] * 2,
+            *[("q2", 3)] * 2,
+        ]
+        with pytest.raises(CollectorError, match=r"gave no turn.*took too long \(on_timeout='drop'\)"):
+            collector.evaluate(["q3"])
+        slow.go.set()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            assert [row["text"] for row in collector.evaluate(["q3", "q1"]).unbind(0)] == ["q3", "q1"]
+        assert_conserved(collector.stats())

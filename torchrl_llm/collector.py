@@ -348,7 +348,8 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         Returns:
             All turns as one batch, trajectories whole, in the order of the prompts: ``("collector", "group_id")`` is
             the number of the prompt, ``"group_index"`` that of its trajectory, from 0; ``"traj_ids"`` are the
-            evaluation's own. A prompt that is too long for the policy is left out, with a warning.
+            evaluation's own. A prompt that is too long for the policy is left out, and with ``on_timeout="drop"`` one
+            of which a trajectory took too long three times; a ``RuntimeWarning`` gives their numbers.
 
         Raises:
             TypeError: if an environment was passed as an instance.

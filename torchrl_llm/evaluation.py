@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sized
+import warnings
+from collections.abc import Callable, Collection, Sized
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
@@ -37,7 +38,7 @@ from torchrl_llm.seeds import EVALUATION, derive
 from torchrl_llm.streaks import FailuresInRow
 
 if TYPE_CHECKING:
-    from torchrl_llm.lifecycle import Collection
+    from torchrl_llm import lifecycle
 
 # How long a thread that is stuck in an environment is waited for when an evaluation ends.
 CLOSE_SECONDS = 1.0
@@ -73,7 +74,7 @@ def evaluate(
     env_threads: int,
     limits: Limits,
     seed: int | None,
-    collection: Collection,
+    collection: lifecycle.Collection,
 ) -> TensorDictBase:
     """Runs each prompt ``n`` times; see :meth:`LLMCollector.evaluate`.
 
@@ -130,5 +131,27 @@ def evaluate(
                     rollout.abandon(slot, row, "aborted")
             rollout.close(time.monotonic() + CLOSE_SECONDS)
     if not turns:
-        raise CollectorError("the evaluation gave no turn: its prompts are empty, or too long for the policy")
+        raise CollectorError(
+            "the evaluation gave no turn: its prompts are empty, or too long for the policy, or took too long "
+            "(on_timeout='drop')"
+        )
+    present = {turn.trajectory.unit for turn in turns}
+    warn_of_missing(present, len(present) + ledger.snapshot()["groups_failed"])
     return stack_turns(sorted(turns, key=lambda turn: turn.trajectory.unit))
+
+
+def warn_of_missing(present: Collection[int], count: int) -> None:
+    """Says which prompts an evaluation has left out, to whoever called :meth:`LLMCollector.evaluate`.
+
+    Args:
+        present: the numbers of the prompts that it has turns of.
+        count: how many prompts there were.
+    """
+    missing = [number for number in range(count) if number not in present]
+    if missing:
+        warnings.warn(
+            f"the evaluation has left out {len(missing)} of {count} prompts, with the numbers {missing}: too long for "
+            "the policy, or they took too long (on_timeout='drop'); the log says which is the case",
+            RuntimeWarning,
+            stacklevel=4,
+        )

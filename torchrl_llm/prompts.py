@@ -23,8 +23,8 @@ class PromptSource:
 
     Each prompt is handed out ``repeats`` times, to whichever slots are free, with a group id of its own: turns carry
     ``("collector", "group_id")``, ``"group_index"`` (0 to ``repeats - 1``) and ``"epoch"``. Bind environments to it by
-    :meth:`env`. Several collectors may share it, at once or one after the other: what one had not delivered when it ended
-    is handed out again first.
+    :meth:`env`. Several collectors may share it, at once or one after the other: what one had not delivered when it
+    ended is handed out again first.
 
     Args:
         data: a sequence, an iterable, a torch ``Dataset`` or ``DataLoader`` (its batches are taken apart), or a Hugging
