@@ -15,7 +15,7 @@ from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
-from torchrl_llm import CollectorError, LLMCollector, PolicyError, PromptSource
+from torchrl_llm import CollectorError, LLMCollector, PolicyError, PromptSource, RunnerOptions
 from torchrl_llm.policies.batched import BatchedRunner
 
 
@@ -227,7 +227,8 @@ def test_requests_of_an_evaluation_share_no_call_with_those_of_the_training() ->
     gate = Gate()
     policy = Policy(lambda number, texts: gate() if number == 0 else None)
     source = PromptSource(prompts(40), epochs=1)
-    with LLMCollector(source.env(Answered), policy, num_envs=3, groups_per_batch=1) as collector:
+    options = RunnerOptions(policy, max_batch=2)  # so that one of three requests waits, whatever the first call takes
+    with LLMCollector(source.env(Answered), options, num_envs=3, groups_per_batch=1) as collector:
         collector.start(queue.Queue())
         gate.wait()
         found: list[TensorDictBase] = []
