@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, echo, ids
+from fakes import PATIENCE, Gate, Policy, ScriptedEnv, assert_conserved, assert_settled, echo, ids
 from tensordict import TensorDictBase
 from test_groups import Answered, Slow, assert_whole, prompts
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,7 +17,8 @@ from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
-from torchrl_llm import CollectorError, LLMCollector, PromptSource
+from torchrl_llm import CollectorError, LLMCollector, PolicyError, PromptSource, RunnerOptions
+from torchrl_llm.policies.batched import BatchedRunner
 
 
 def length(prompt: str) -> int:
@@ -209,3 +211,98 @@ def test_a_collector_that_serves_answers_after_its_data_have_ended_and_goes_on_w
         assert_conserved(collector.stats())
     assert_settled(collector.stats())
     assert collector.stats()["delivered"] == 3
+
+
+def fails_on_bad(number: int, texts: list[str]) -> None:
+    if "bad" in texts:
+        raise ValueError("no such prompt")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "restart"])
+@pytest.mark.parametrize("background", [False, True])
+def test_an_evaluation_on_which_the_policy_fails_costs_the_training_nothing(on_error: str, background: bool) -> None:
+    policy = Policy(fails_on_bad)
+    made: list[Policy] = []
+
+    def make_policy() -> Policy:
+        made.append(policy)
+        return policy
+
+    source = PromptSource(prompts(40), repeats=2, epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, lambda prompt: 1)),
+        make_policy if on_error == "restart" else policy,
+        num_envs=3,
+        groups_per_batch=2,
+        on_error=on_error,
+    ) as collector:
+        target: queue.Queue[Any] = queue.Queue(maxsize=1)
+        if background:
+            collector.start(target)
+        first = target.get(timeout=PATIENCE) if background else next(collector)
+        for _ in range(2):
+            with pytest.raises(PolicyError, match="policy 0 failed: ValueError: no such prompt"):
+                collector.evaluate(["q1", "bad"], n=2)
+        assert [row["text"] for row in collector.evaluate(["q5", "q6"]).unbind(0)] == ["q5", "q6"]
+        rest = iter(lambda: target.get(timeout=PATIENCE), None) if background else collector
+        found = [group for batch in (first, *rest) for group in assert_whole(batch, 2, lambda prompt: 1)]
+        stats = collector.stats()
+    assert found == list(range(40))
+    assert_conserved(stats)
+    assert (stats["errors"], stats["policy_restarts"], stats["recorded"], len(made)) == (0, 0, 0, on_error == "restart")
+    assert any("bad" in call for call in policy.calls)
+
+
+def test_requests_of_an_evaluation_share_no_call_with_those_of_the_training() -> None:
+    """Both wait while the policy is busy; then each gets a call of its own."""
+    gate = Gate()
+    policy = Policy(lambda number, texts: gate() if number == 0 else None)
+    source = PromptSource(prompts(40), epochs=1)
+    options = RunnerOptions(policy, max_batch=2)  # so that one of three requests waits, whatever the first call takes
+    with LLMCollector(source.env(Answered), options, num_envs=3, groups_per_batch=1) as collector:
+        collector.start(queue.Queue())
+        gate.wait()
+        found: list[TensorDictBase] = []
+        thread = threading.Thread(target=lambda: found.append(collector.evaluate(["e7", "e8"])))
+        thread.start()
+        runner = collector._pool.runners[0]
+        assert isinstance(runner, BatchedRunner)
+        patience = threading.Event()
+        for _ in range(int(PATIENCE / 0.01)):
+            if {ticket.guest for ticket, _ in list(runner._waiting)} == {False, True}:
+                break
+            patience.wait(0.01)
+        gate.open()
+        thread.join(PATIENCE)
+        assert [row["text"] for row in found[0].unbind(0)] == ["e7", "e8"]
+        assert collector.join(PATIENCE)
+    kinds = [{text[0] for text in call} for call in policy.calls]
+    assert {"e"} in kinds and {"q"} in kinds and {"e", "q"} not in kinds
+
+
+def test_prompts_that_took_too_long_are_left_out_and_named() -> None:
+    slow = Slow("q3", "q5")
+    source = PromptSource(prompts(2), epochs=1)
+    with LLMCollector(
+        source.env(lambda: Answered(1, on_step=slow)),
+        echo,
+        num_envs=2,
+        groups_per_batch=1,
+        env_threads=4,
+        max_turn_seconds=0.6,
+        on_timeout="drop",
+    ) as collector:
+        with pytest.warns(RuntimeWarning, match=r"left out 2 of 4 prompts, with the numbers \[0, 2\]") as said:
+            found = collector.evaluate(["q3", "q1", "q5", "q2"], n=2)
+        assert [warning.filename for warning in said] == [__file__]
+        assert [(row["text"], int(row["collector", "group_id"])) for row in found.unbind(0)] == [
+            *[("q1", 1)] * 2,
+            *[("q2", 3)] * 2,
+        ]
+        with pytest.raises(CollectorError, match=r"gave no turn.*took too long \(on_timeout='drop'\)"):
+            collector.evaluate(["q3"])
+        slow.go.set()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            assert [row["text"] for row in collector.evaluate(["q3", "q1"]).unbind(0)] == ["q3", "q1"]
+        assert_conserved(collector.stats())

@@ -186,6 +186,40 @@ def test_without_a_source_there_are_no_groups() -> None:
     assert not closed
 
 
+@pytest.mark.parametrize("slots", [1, 3, 7])
+def test_two_collectors_that_take_from_one_source_at_once_get_whole_groups(slots: int) -> None:
+    source = PromptSource(prompts(12), repeats=4, epochs=1)
+    begun = [threading.Event(), threading.Event()]
+
+    def build(index: int) -> LLMCollector:
+        def meet(prompts: list[str]) -> None:
+            begun[index].set()
+            assert begun[1 - index].wait(PATIENCE)
+
+        return LLMCollector(source.env(lambda: Answered(on_step=meet)), echo, num_envs=slots, groups_per_batch=1)
+
+    collectors = [build(index) for index in range(2)]
+    outcomes: list[Any] = [None, None]
+
+    def run(index: int) -> None:
+        outcomes[index] = read_to_the_end(collectors[index], "loop")
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    found = []
+    for collector, outcome in zip(collectors, outcomes, strict=True):
+        assert outcome.error is None
+        assert len(outcome.batches) > 0
+        found += [group for batch in outcome.batches for group in assert_whole(batch, 4, lambda prompt: 1)]
+        assert_settled(collector.stats())
+        assert collector.stats()["groups_failed"] == collector.stats()["recorded"] == 0
+    assert sorted(found) == list(range(12))
+    assert source.state_dict()["held"] == []
+
+
 @pytest.mark.parametrize("slots", [1, 3])
 def test_total_steps_never_cuts_a_group(slots: int) -> None:
     source = PromptSource(prompts(50), repeats=3)

@@ -177,3 +177,23 @@ def test_a_source_goes_to_another_process_with_all_it_has_handed_out() -> None:
     copy = pickle.loads(pickle.dumps(source))
     assert copy.state_dict() == source.state_dict()
     assert [(m.group_id, m.index) for m in copy.take(9)] == [(1, 1)]
+
+
+def test_a_group_is_taken_as_a_whole_and_what_was_begun_before_it_is_completed() -> None:
+    source = PromptSource(["a", "b", "c"], repeats=3, epochs=1)
+    source.take(2)
+    assert [(m.prompt, m.index) for m in source.take_group()] == [("a", 2)]
+    assert [(m.prompt, m.index) for m in source.take_group()] == [("b", 0), ("b", 1), ("b", 2)]
+    source.give_back([(1, 2), (0, 1), (1, 0), (1, 1), (0, 0)])
+    assert source.pending == 5
+    assert [(m.prompt, m.index) for m in source.take_group()] == [("a", 0), ("a", 1)]
+    assert [(m.prompt, m.index) for m in source.take_group()] == [("b", 0), ("b", 1), ("b", 2)]
+    assert len(source.take_group()) == 3
+    assert source.take_group() == []
+
+
+def test_a_group_is_taken_without_a_look_at_the_next_prompt() -> None:
+    source = PromptSource(iter(["a", 3]), repeats=2)
+    assert [(m.prompt, m.index) for m in source.take_group()] == [("a", 0), ("a", 1)]
+    with pytest.raises(TypeError, match="a prompt of type int"):
+        source.take_group()

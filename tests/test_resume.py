@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -229,3 +230,65 @@ def test_after_sigkill_at_random_points_every_prompt_comes_as_often_as_asked(tmp
         assert len({group for group, _, _ in unique}) == 40
     prompt_of = {(e, group): prompt for e, group, _, prompt in delivered}
     assert all(prompt_of[e, group] == prompt for e, group, _, prompt in delivered)
+
+
+# One source, several collectors
+
+
+@pytest.mark.parametrize("unit", ["groups_per_batch", "trajectories_per_batch", "steps_per_batch"])
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("end", ["shutdown", "total_steps", "error"])
+def test_what_a_collector_had_in_flight_when_it_ended_comes_with_the_next_one(
+    unit: str, threads: int, end: str
+) -> None:
+    source = PromptSource(prompts(12), repeats=2, epochs=1)
+    broken = threading.Event()
+
+    def fail(prompts: list[str]) -> None:
+        if broken.is_set():
+            raise ValueError("broken")
+
+    def make(**options: Any) -> LLMCollector:
+        return LLMCollector(
+            source.env(lambda: Answered(on_step=fail)), echo, num_envs=5, env_threads=threads, **{unit: 2}, **options
+        )
+
+    with make(total_steps=4 if end == "total_steps" else -1) as first:
+        rows = list(next(first).unbind(0))
+        if end == "total_steps":
+            rows += [row for batch in first for row in batch.unbind(0)]
+        elif end == "error":
+            broken.set()
+            with pytest.raises(CollectorError, match="broken"):
+                for batch in first:
+                    rows += batch.unbind(0)
+            broken.clear()
+    assert_settled(first.stats())
+    # A state that is saved now, and a collector that goes on, have the same members left.
+    left = {(group["group_id"], index) for group in source.state_dict()["held"] for index in group["undone"]}
+    assert left.isdisjoint((group, index) for _, group, index, _ in keys(rows))
+    with make() as second:
+        rows += [row for batch in second for row in batch.unbind(0)]
+        assert second.stats()["groups_failed"] == second.stats()["recorded"] == 0
+    assert sorted((group, index, text) for _, group, index, text in keys(rows)) == [
+        (group, index, f"q{group}") for group in range(12) for index in range(2)
+    ]
+    assert source.state_dict()["held"] == []
+
+
+def test_what_a_stuck_env_had_comes_with_the_next_collector() -> None:
+    slow = Slow("q0")
+    source = PromptSource(prompts(4), repeats=2, epochs=1)
+    first = LLMCollector(
+        source.env(lambda: Answered(on_step=slow)), echo, num_envs=2, trajectories_per_batch=1, env_threads=2
+    )
+    first.start(queue.Queue())
+    assert slow.reached.acquire(timeout=PATIENCE)
+    with pytest.warns(RuntimeWarning, match="could not be interrupted"):
+        first.shutdown(timeout=0.1)
+    slow.go.set()
+    delivered = first.stats()["delivered"]
+    with LLMCollector(source.env(Answered), echo, groups_per_batch=1) as second:
+        rows = [row for batch in second for row in batch.unbind(0)]
+    assert len(rows) + delivered == 8 and delivered == 0
+    assert Counter(row["text"] for row in rows) == {f"q{index}": 2 for index in range(4)}

@@ -108,7 +108,7 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
             A trajectory stays with its policy.
         on_error: ``"raise"`` (default) stops and gives the error to the reader; ``"restart"`` drops the trajectory,
             rebuilds the environment or the policy from its constructor, and gives up after 3 failures in a row. A
-            prompt of a source is tried again, up to 3 times.
+            prompt of a source is tried again, up to 3 times, and counts once in a row.
         max_policy_lag: ``k``: no trajectory (with ``steps_per_batch``: no turn) is delivered that began more than k
             versions before the version of the weights at delivery. What would come too late is not begun; what has
             become too old is dropped and replaced (``"stale"`` in :meth:`stats`). 0 with ``next()`` is the strictly
@@ -336,8 +336,9 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         """Runs a list of prompts on the collector's policies, beside the training stream, whose order and books stay.
 
         In the calling thread, while the collection runs in the background or between two batches; environments are
-        built anew from the collector's constructors and closed afterwards. The policies work on both meanwhile. With a
-        seed, the same weights give the same answers each time. ``postproc`` and hooks are not called.
+        built anew from the collector's constructors and closed afterwards. The policies work on both meanwhile, and one
+        that raises at the evaluation's requests is not given up for the training. With a seed, the same weights give
+        the same answers each time. ``postproc`` and hooks are not called.
 
         Args:
             prompts: what :class:`PromptSource` takes as data.
@@ -347,7 +348,8 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
         Returns:
             All turns as one batch, trajectories whole, in the order of the prompts: ``("collector", "group_id")`` is
             the number of the prompt, ``"group_index"`` that of its trajectory, from 0; ``"traj_ids"`` are the
-            evaluation's own. A prompt that is too long for the policy is left out, with a warning.
+            evaluation's own. A prompt that is too long for the policy is left out, and with ``on_timeout="drop"`` one
+            of which a trajectory took too long three times; a ``RuntimeWarning`` gives their numbers.
 
         Raises:
             TypeError: if an environment was passed as an instance.

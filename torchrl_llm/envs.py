@@ -33,6 +33,7 @@ from torchrl_llm.env_threads import Call
 from torchrl_llm.errors import EnvError, PromptsExhausted
 from torchrl_llm.policies.runner import Response, Ticket
 from torchrl_llm.prompt_line import Prompts
+from torchrl_llm.streaks import FailuresInRow
 
 EnvConstructor = Callable[[], EnvBase]
 
@@ -77,7 +78,7 @@ class Slot:
         self.awaited = 0
         self.in_call = False
         self.begun = 0
-        self.failures_in_row = 0
+        self.failures_in_row = FailuresInRow()
         self.prompts_skipped_in_row = 0
         self.exhausted = False
         self.out_of_use = False

@@ -2,7 +2,8 @@
 
 An evaluation is a second rollout over the same policies, in the caller's thread, with environments, threads, books and
 a prompt source of its own. The engines work on the requests of both; what the training stream has in flight goes on,
-and its order, counters and prompts are not touched.
+and its order, counters and prompts are not touched. Nor is it touched by what fails here: a batched policy is called on
+a guest's requests apart from others, and stays in use if it raises.
 
 Threads: the rollout belongs to the thread that calls :func:`evaluate`. A collection that ends stops it by its control.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sized
+import warnings
+from collections.abc import Callable, Collection, Sized
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
@@ -34,9 +36,10 @@ from torchrl_llm.prompts import PromptSource
 from torchrl_llm.rollout import Rollout
 from torchrl_llm.routing import Route, reachable
 from torchrl_llm.seeds import EVALUATION, derive
+from torchrl_llm.streaks import FailuresInRow
 
 if TYPE_CHECKING:
-    from torchrl_llm.lifecycle import Collection
+    from torchrl_llm import lifecycle
 
 # How long a thread that is stuck in an environment is waited for when an evaluation ends.
 CLOSE_SECONDS = 1.0
@@ -45,10 +48,12 @@ CLOSE_SECONDS = 1.0
 class SharedPool:
     """A collector's policies as a guest sees them: the same runners, loads of his own, and nothing to close."""
 
+    guest = True
+
     def __init__(self, pool: PolicyPool) -> None:
         self._pool = pool
         self.loads = [0] * len(pool.runners)
-        self.failures_in_row = [0] * len(pool.runners)
+        self.failures_in_row = [FailuresInRow() for _ in pool.runners]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
@@ -70,7 +75,7 @@ def evaluate(
     env_threads: int,
     limits: Limits,
     seed: int | None,
-    collection: Collection,
+    collection: lifecycle.Collection,
 ) -> TensorDictBase:
     """Runs each prompt ``n`` times; see :meth:`LLMCollector.evaluate`.
 
@@ -128,5 +133,27 @@ def evaluate(
                     rollout.abandon(slot, row, "aborted")
             rollout.close(time.monotonic() + CLOSE_SECONDS)
     if not turns:
-        raise CollectorError("the evaluation gave no turn: its prompts are empty, or too long for the policy")
+        raise CollectorError(
+            "the evaluation gave no turn: its prompts are empty, or too long for the policy, or took too long "
+            "(on_timeout='drop')"
+        )
+    present = {turn.trajectory.unit for turn in turns}
+    warn_of_missing(present, len(present) + ledger.snapshot()["groups_failed"])
     return stack_turns(sorted(turns, key=lambda turn: turn.trajectory.unit))
+
+
+def warn_of_missing(present: Collection[int], count: int) -> None:
+    """Says which prompts an evaluation has left out, to whoever called :meth:`LLMCollector.evaluate`.
+
+    Args:
+        present: the numbers of the prompts that it has turns of.
+        count: how many prompts there were.
+    """
+    missing = [number for number in range(count) if number not in present]
+    if missing:
+        warnings.warn(
+            f"the evaluation has left out {len(missing)} of {count} prompts, with the numbers {missing}: too long for "
+            "the policy, or they took too long (on_timeout='drop'); the log says which is the case",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -2,7 +2,8 @@
 
 With ``on_error="restart"`` a failure costs the trajectory, and the environment or policy is rebuilt; three failures of
 one of them in a row end the collection. With ``"raise"`` the first one does. "In a row" means without a turn in between
-that will be delivered, so that what fails again and again never looks like progress.
+that will be delivered, so that what fails again and again never looks like progress; a prompt that fails again counts
+once, see :mod:`torchrl_llm.streaks`, since it is given up for itself.
 
 Owned by the rollout, and used only by the thread that drives it.
 """
@@ -10,6 +11,7 @@ Owned by the rollout, and used only by the thread that drives it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from torchrl_llm.batches import Batcher, Trajectory
 from torchrl_llm.envs import Row, Slot
@@ -17,7 +19,7 @@ from torchrl_llm.errors import CollectorError, EnvError, PolicyError, PromptTooL
 from torchrl_llm.launches import Launches
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.pool import PolicyPool
-from torchrl_llm.policies.runner import Ticket
+from torchrl_llm.policies.runner import Response
 
 logger = logging.getLogger("torchrl_llm")
 
@@ -53,8 +55,8 @@ class Failures:
 
     def none_in_row(self, slot: Slot, policy_id: int) -> None:
         """A turn that will be delivered: neither its environment nor its policy fails in a row."""
-        slot.failures_in_row = 0
-        self._pool.failures_in_row[policy_id] = 0
+        slot.failures_in_row.clear()
+        self._pool.failures_in_row[policy_id].clear()
 
     def prompt_too_long(self, slot: Slot, row: Row, overflow: PromptTooLong) -> None:
         """Ends a trajectory whose very first prompt does not fit: there is no turn to mark as truncated."""
@@ -75,15 +77,17 @@ class Failures:
             trajectory=trajectory.id,
             turn=trajectory.turns,
         )
-        slot.failures_in_row += 1
-        if self._restart and slot.failures_in_row < MAX_FAILURES_IN_ROW:
+        in_row = slot.failures_in_row.add([trajectory.identity])
+        if self._restart and in_row < MAX_FAILURES_IN_ROW:
             logger.warning("dropped a trajectory: %s", failure)
         else:
             self.end_collection(failure, cause)
 
-    def policy_failed(self, row: Row, ticket: Ticket, error: BaseException) -> None:
+    def policy_failed(self, row: Row, response: Response, error: BaseException) -> None:
         """Ends a trajectory that a policy did not answer; rebuilds the policy if it is broken."""
+        ticket = response.ticket
         pool, policy_id = self._pool, ticket.policy_id
+        suspects = [other for other in response.suspects or (ticket,) if other.guest == ticket.guest]
         self._ledger.error("policy")
         failure = PolicyError(
             f"policy {policy_id} failed: {type(error).__name__}: {error}",
@@ -91,15 +95,15 @@ class Failures:
             trajectory=ticket.trajectory,
             turn=ticket.turn,
         )
-        self.end_trajectory(row, "failed")
+        self.end_trajectory(row, "failed", tried=ticket in suspects, in_company=len(suspects) > 1)
         if not self._restart:
             self.end_collection(failure, error)
             return
         logger.warning("dropped a trajectory: %s", failure)
         if ticket.runner is not pool.runners[policy_id]:
             return  # One of the requests that were lost with a policy that has been replaced since.
-        pool.failures_in_row[policy_id] += 1
-        if pool.failures_in_row[policy_id] >= MAX_FAILURES_IN_ROW:
+        in_row = pool.failures_in_row[policy_id].add(other.identity for other in suspects)
+        if in_row >= MAX_FAILURES_IN_ROW:
             self.end_collection(failure, error)
         elif pool.runners[policy_id].broken:
             try:
@@ -110,8 +114,17 @@ class Failures:
             else:
                 self._ledger.restart("policy")
 
-    def env_failed(self, slot: Slot, call: str, error: BaseException) -> bool:
-        """Ends the trajectories of an environment that raised; returns whether it was rebuilt and goes on."""
+    def env_failed(
+        self, slot: Slot, call: str, error: BaseException, resetting: Iterable[tuple[int, ...]] = ()
+    ) -> bool:
+        """Ends the trajectories of an environment that raised; returns whether it was rebuilt and goes on.
+
+        Args:
+            slot: where.
+            call: which call of the environment.
+            error: what it raised.
+            resetting: identities of those that were to begin by that call.
+        """
         self._ledger.error("env")
         running = [row for row in slot.rows if row.trajectory is not None]
         first = running[0].trajectory if running else None
@@ -121,10 +134,9 @@ class Failures:
             trajectory=None if first is None else first.id,
             turn=None if first is None else first.turns,
         )
-        for row in running:
-            self.end_trajectory(row, "failed")
-        slot.failures_in_row += 1
-        if not self._restart or slot.failures_in_row >= MAX_FAILURES_IN_ROW:
+        suspects = [self.end_trajectory(row, "failed").identity for row in running]
+        in_row = slot.failures_in_row.add([*suspects, *resetting])
+        if not self._restart or in_row >= MAX_FAILURES_IN_ROW:
             self.end_collection(failure, error)
             return False
         logger.warning("rebuilding an environment: %s", failure)
@@ -151,13 +163,13 @@ class Failures:
             message = "no environment is left: one that was passed as an instance cannot be rebuilt when it is stuck"
             self.end_collection(EnvError(message, slot=slot.env_id))
 
-    def end_trajectory(self, row: Row, reason: str) -> Trajectory:
-        """Ends a row's trajectory without delivering it."""
+    def end_trajectory(self, row: Row, reason: str, tried: bool = True, in_company: bool = False) -> Trajectory:
+        """Ends a row's trajectory without delivering it; see :meth:`Launches.lost`."""
         trajectory = row.trajectory
         assert trajectory is not None
         lost = self._batcher.drop(trajectory)
         self._ledger.record(trajectory.id, reason, turns_dropped=lost)
         self._pool.loads[trajectory.policy_id] -= 1
-        self._launches.lost(trajectory, reason)
+        self._launches.lost(trajectory, reason, tried, in_company)
         row.clear()
         return trajectory

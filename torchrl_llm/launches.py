@@ -4,7 +4,8 @@ A slot *reserves* places for its free rows before it is reset: with a prompt sou
 in the order of delivery. A row that the reset gave an observation then begins its trajectory; other places go back.
 
 Invariants: a trajectory is launched at most once, with an id of its own, and is in the books from that moment on; a
-member that was taken from a source is handed back to it, or told to be done with, exactly once per taking; a group is
+member that was taken from a source is handed back to it, or told to be done with, exactly once per taking, at the
+latest when the collection ends; a group is
 completed or given up whole. What was begun may always be completed: neither the window nor ``total_steps`` nor the
 limit of groups under way holds back the missing members of a group.
 
@@ -21,14 +22,14 @@ from typing import Any
 from torchrl_llm.batches import Batcher, Trajectory, Turn, ended_trajectories
 from torchrl_llm.budget import Budget
 from torchrl_llm.envs import Slot
-from torchrl_llm.errors import CollectorError
 from torchrl_llm.lag import Lag
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.plan import BatchPlan, check_whole
 from torchrl_llm.policies.pool import PolicyPool
-from torchrl_llm.prompt_line import Member, Prompts
-from torchrl_llm.routing import Route
+from torchrl_llm.prompt_line import Member
+from torchrl_llm.routing import Route, pick_policy
 from torchrl_llm.seeds import ENV, OF_GROUP, OF_SLOT, PROMPTS, derive, seed_loaders
+from torchrl_llm.takers import Taker
 from torchrl_llm.units import UnitBatcher
 
 logger = logging.getLogger("torchrl_llm")
@@ -90,13 +91,12 @@ class Launches:
         self.seed: int | None = None
         self._next_id = 0
         self._next_unit = 0
-        self.sources: list[Prompts] = []
-        for slot in slots:
-            if slot.source is not None and all(slot.source is not known for known in self.sources):
-                self.sources.append(slot.source)
-        self._index = {id(source): index for index, source in enumerate(self.sources)}
+        known = {id(slot.source): slot.source for slot in slots if slot.source is not None}
+        self.sources = [Taker(source, plan.groups) for source in known.values()]
+        self._index = {key: index for index, key in enumerate(known)}
         self._dry: set[int] = set()
         self._tries: Counter[tuple[int, int]] = Counter()
+        self._suspects: set[tuple[int, int]] = set()
         self._to_end: dict[int, str] = {}
         self._warn_at = FILTERED_IN_ROW
 
@@ -105,7 +105,7 @@ class Launches:
         begun = self._next_unit > 0 or self._next_id > 0
         self.seed = seed
         for index, source in enumerate(self.sources):
-            source.reseed(derive(seed, PROMPTS, index))
+            source.source.reseed(derive(seed, PROMPTS, index))
         for slot in self._slots:
             slot.new_seed = derive(seed, ENV, slot.env_id)
             if not begun:
@@ -133,10 +133,10 @@ class Launches:
         within = self._budget.may_begin(self._ledger.turns_kept, begun + unparked, new)
         if not new:
             return within and self._in_time(begun, new, unparked)
-        pending = slot.source is not None and slot.source.pending > 0
-        if pending and self._plan.groups:
+        source = None if slot.source is None else self.sources[self._source_of(slot)]
+        if source is not None and source.owed:
             return True  # A group that was begun may always be completed.
-        if not within or (not pending and self._source_of(slot) in self._dry):
+        if not within or (source is not None and self._source_of(slot) in self._dry and not source.pending):
             return False
         return self._has_room() and self._in_time(begun, new, unparked)
 
@@ -171,11 +171,11 @@ class Launches:
             return True
         slot.reserved = []
         index = self._source_of(slot)
+        source = self.sources[index]
         while len(slot.reserved) < free:
             if slot.reserved and not self.may_begin(begun + len(slot.reserved), True, slot):
                 break
-            owed = slot.source.pending if self._plan.groups else 1
-            taken = slot.source.take(min(free - len(slot.reserved), owed or 1))
+            taken = source.take(min(free - len(slot.reserved), source.owed or 1))
             if not taken:
                 self._dry.add(index)
                 break
@@ -224,7 +224,9 @@ class Launches:
         if self._units is not None and not self._units.is_open(reservation.unit):
             self.release([reservation], "surplus")
             return None
-        policy_id = slot.policy_id if slot.policy_id is not None else self._pick_policy(slot)
+        policy_id = slot.policy_id
+        if policy_id is None:
+            policy_id = pick_policy(self._route, slot.env_id, tuple(self._pool.loads))
         trajectory = Trajectory(self._next_id, slot.env_id, policy_id, unit=reservation.unit)
         if reservation.member is not None:
             trajectory.source, trajectory.member = reservation.source, reservation.member
@@ -242,36 +244,37 @@ class Launches:
         member = reservation.member
         return None if member is None else (OF_GROUP, self._group_id(reservation.source, member), member.index)
 
-    def _pick_policy(self, slot: Slot) -> int:
-        loads = self._pool.loads
-        try:
-            policy_id = self._route(slot.env_id, tuple(loads))
-        except Exception as error:
-            raise CollectorError(f"route failed: {type(error).__name__}: {error}", slot=slot.env_id) from error
-        if not isinstance(policy_id, int) or not 0 <= policy_id < len(loads):
-            raise CollectorError(
-                f"route returned {policy_id!r}; an int from 0 to {len(loads) - 1} is needed", slot=slot.env_id
-            )
-        return policy_id
+    def identities(self, reservations: list[Reservation]) -> list[tuple[int, ...]]:
+        """The identities of the members that were to begin."""
+        return [identity for reservation in reservations if (identity := self._identity(reservation)) is not None]
+
+    def is_suspect(self, trajectory: Trajectory) -> bool:
+        """Whether its member failed together with others, so that it is not known whose fault it was."""
+        return (trajectory.group_id, trajectory.group_index) in self._suspects
 
     # After a trajectory
 
-    def lost(self, trajectory: Trajectory, reason: str) -> None:
-        """A trajectory has ended without being delivered, for ``reason``: its prompt is tried again, or given up."""
-        self._lost(trajectory.unit, trajectory.source, trajectory.member, reason)
+    def lost(self, trajectory: Trajectory, reason: str, tried: bool = True, in_company: bool = False) -> None:
+        """A trajectory has ended without being delivered: its prompt is tried again, or given up.
 
-    def _lost(self, unit: int, index: int, member: Member | None, reason: str) -> None:
+        ``tried``: a failure may be its own, and counts. ``in_company``: or that of another one in the same call.
+        """
+        if in_company and tried and trajectory.member is not None:
+            self._suspects.add((trajectory.group_id, trajectory.group_index))
+        self._lost(trajectory.unit, trajectory.source, trajectory.member, reason, tried)
+
+    def _lost(self, unit: int, index: int, member: Member | None, reason: str, tried: bool = True) -> None:
         if self._units is not None and not self._plan.groups:
             self._units.close(unit)
         if member is None:
             return
         source, key = self.sources[index], (self._group_id(index, member), member.index)
-        if reason in _TRIED:
+        if tried and reason in _TRIED:
             self._tries[key] += 1
         if reason in _AGAIN and self._tries.get(key, 0) < MAX_TRIES:
             source.returned(member.group_id, member.index)
             return
-        self._tries.pop(key, None)
+        self._forget(key)
         if not self._plan.groups:
             source.dropped(member.group_id, member.index)
         elif self._give_up(unit, f"its member {member.index}: {reason}"):
@@ -336,7 +339,7 @@ class Launches:
             "next_id": self._next_id,
             "seed": self.seed,
             "slots": [slot.begun_trajectories for slot in self._slots],
-            "sources": [source.state_dict() for source in self.sources],
+            "sources": [source.source.state_dict() for source in self.sources],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -353,12 +356,17 @@ class Launches:
         for saved in state["sources"] if self._plan.groups else ():
             check_whole(saved)
         for source, saved in zip(self.sources, state["sources"], strict=True):
-            source.load_state_dict(saved)
+            source.source.load_state_dict(saved)
         self._next_id, self.seed = state["next_id"], state["seed"]
         for slot, begun in zip(self._slots, state["slots"], strict=False):
             slot.begun_trajectories = begun
             if self.seed is not None:
                 slot.new_seed = derive(self.seed, ENV, slot.env_id, begun)
+
+    def give_back(self) -> None:
+        """The collection has ended: what was taken and not delivered goes back to its sources."""
+        for source in self.sources:
+            source.give_back()
 
     def stats(self) -> dict[str, float]:
         """How long units waited for older ones; safe from any thread."""
@@ -376,12 +384,16 @@ class Launches:
             self._ledger.group("delivered", len({turn.trajectory.unit for turn in turns}))
             self._end_surplus()
 
-    def _members(self, turns: list[Turn]) -> list[tuple[Prompts, Member]]:
+    def _members(self, turns: list[Turn]) -> list[tuple[Taker, Member]]:
         """The members whose trajectories end in ``turns``, with their sources; their tries are forgotten."""
         found = []
         for turn in turns:
             trajectory = turn.trajectory
             if turn.done and trajectory.member is not None:
-                self._tries.pop((trajectory.group_id, trajectory.group_index), None)
+                self._forget((trajectory.group_id, trajectory.group_index))
                 found.append((self.sources[trajectory.source], trajectory.member))
         return found
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self._tries.pop(key, None)
+        self._suspects.discard(key)

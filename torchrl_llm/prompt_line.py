@@ -59,8 +59,14 @@ class Prompts(Protocol):
     def dropped(self, group_id: int, index: int) -> None:
         """A member is done with without having been delivered: it was filtered out, or given up."""
 
+    def take_group(self) -> list[Member]:
+        """Hands out the next member and all others of its group that are not handed out; none if there are no more."""
+
     def returned(self, group_id: int, index: int) -> None:
         """A member comes back; it is handed out again before any other."""
+
+    def give_back(self, keys: list[tuple[int, int]]) -> None:
+        """Members, by group id and index, come back at once from a taker that has ended."""
 
     def withdraw(self, group_id: int) -> None:
         """All members of a group are done with, also those not handed out."""
@@ -141,6 +147,19 @@ class PromptLine:
                 break
             members.append(self._member(group, index))
         return members
+
+    def take_group(self) -> list[Member]:
+        """See :meth:`Prompts.take_group`."""
+        members = self.take(1)
+        while members and self._following() == members[0].group_id:
+            members += self.take(1)
+        return members
+
+    def _following(self) -> int | None:
+        """The group of the next member, if it is of one that was begun."""
+        if self._returned:
+            return self._returned[0][0]
+        return None if self._current is None else self._current.id
 
     def _next(self) -> tuple[_Group | None, int]:
         if self._returned:

@@ -23,7 +23,8 @@ class PromptSource:
 
     Each prompt is handed out ``repeats`` times, to whichever slots are free, with a group id of its own: turns carry
     ``("collector", "group_id")``, ``"group_index"`` (0 to ``repeats - 1``) and ``"epoch"``. Bind environments to it by
-    :meth:`env`.
+    :meth:`env`. Several collectors may share it, at once or one after the other: what one had not delivered when it
+    ended is handed out again first.
 
     Args:
         data: a sequence, an iterable, a torch ``Dataset`` or ``DataLoader`` (its batches are taken apart), or a Hugging
@@ -112,6 +113,11 @@ class PromptSource:
         with self._lock:
             return self._line.take(count)
 
+    def take_group(self) -> list[Member]:
+        """Hands out the next member and all others of its group that are not handed out; none if there are no more."""
+        with self._lock:
+            return self._line.take_group()
+
     def delivered(self, group_id: int, index: int) -> None:
         """A member is done with: its trajectory was delivered."""
         with self._lock:
@@ -125,6 +131,12 @@ class PromptSource:
         """A member comes back without having been delivered; it is handed out again before any other."""
         with self._lock:
             self._line.returned(group_id, index)
+
+    def give_back(self, keys: list[tuple[int, int]]) -> None:
+        """Members, by group id and index, come back at once: who takes meanwhile gets all of a group, or none."""
+        with self._lock:
+            for group_id, index in keys:
+                self._line.returned(group_id, index)
 
     def withdraw(self, group_id: int) -> None:
         """All members of a group are done with, also those that were not handed out yet."""

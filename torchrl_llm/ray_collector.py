@@ -337,7 +337,7 @@ class RayCollector(LLMCollector):
         local_arguments.check_int("n", n, "an int of at least 1", minimum=1)
         self._collection.check_open()
         shares = shares_of(prompts, n, key, max(1, len(self._roster.lives())))
-        return together(evaluate_on(self._roster, shares))
+        return together(evaluate_on(self._roster, shares), sum(len(share.prompts) for share in shares))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds all workers, and the order of prompts that has not begun; see :meth:`LLMCollector.set_seed`.

@@ -141,6 +141,7 @@ class Rollout:
         try:
             return self.pool.close(deadline) + self.threads.close(deadline)
         finally:
+            self.launches.give_back()
             for slot in self.slots:
                 slot.close()
 
@@ -185,8 +186,8 @@ class Rollout:
         else:
             self._submit(slot)
 
-    def _env_failed(self, slot: Slot, call: str, error: BaseException) -> None:
-        if self.failures.env_failed(slot, call, error):
+    def _env_failed(self, slot: Slot, call: str, error: BaseException, resetting: Any = ()) -> None:
+        if self.failures.env_failed(slot, call, error, resetting):
             self.advance_later(slot)
 
     def _call(self, slot: Slot, job: Job, done: Done) -> None:
@@ -226,7 +227,7 @@ class Rollout:
         reserved, slot.reserved = slot.reserved, []
         if error is not None:
             self.launches.release(reserved, "failed")
-            self._env_failed(slot, "reset", error)
+            self._env_failed(slot, "reset", error, self.launches.identities(reserved))
             return
         slot.exhausted = len(observations) < len(reserved)
         self.launches.release(reserved[len(observations) :], "surplus")
@@ -273,6 +274,7 @@ class Rollout:
                 slot.env_id, index, trajectory.policy_id, trajectory.id, trajectory.turns, self._events.put, runner
             )
             row.ticket.seed, row.ticket.identity = self.launches.seed, trajectory.identity
+            row.ticket.alone, row.ticket.guest = self.launches.is_suspect(trajectory), self.pool.guest
             request, row.request, row.response = row.request, None, None
             self._ledger.request(+1)
             self._timeouts.requested(row)
@@ -296,7 +298,7 @@ class Rollout:
                 written = [k if isinstance(k, tuple) else (k,) for k in response.output.keys(True)]
                 error = ValueError(f"the environment needs {show(missing)} of the policy, which wrote {show(written)}")
         if error is not None:
-            self.failures.policy_failed(row, ticket, error)
+            self.failures.policy_failed(row, response, error)
         else:
             assert row.trajectory is not None
             if row.trajectory.version is None:

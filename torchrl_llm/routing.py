@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torchrl_llm.errors import CollectorError
+
 Route = Callable[[int, Sequence[int]], int]
 ROUTES = ("least_loaded", "sticky", "paired")
 
@@ -84,3 +86,18 @@ def make_route(route: str | Route, num_envs: int, num_policies: int) -> Route:
             "the same length, or route='sticky'"
         )
     return {"least_loaded": least_loaded, "sticky": sticky, "paired": paired}[route]
+
+
+def pick_policy(route: Route, env_id: int, loads: tuple[int, ...]) -> int:
+    """The policy that a route gives a new trajectory.
+
+    Raises:
+        CollectorError: if the route fails, or gives no policy.
+    """
+    try:
+        policy_id = route(env_id, loads)
+    except Exception as error:
+        raise CollectorError(f"route failed: {type(error).__name__}: {error}", slot=env_id) from error
+    if not isinstance(policy_id, int) or not 0 <= policy_id < len(loads):
+        raise CollectorError(f"route returned {policy_id!r}; an int from 0 to {len(loads) - 1} is needed", slot=env_id)
+    return policy_id

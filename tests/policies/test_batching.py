@@ -73,3 +73,33 @@ def test_wrong_options_are_named(options: dict[str, Any]) -> None:
     [name] = options
     with pytest.raises(ValueError, match=name):
         RunnerOptions(None, **options)
+
+
+def test_an_evaluations_requests_and_one_that_failed_in_company_are_called_apart() -> None:
+    runner = unstarted([1] * 6, None)
+    for index, (ticket, _) in enumerate(runner._waiting):
+        ticket.guest, ticket.alone = index in (1, 4), index == 2
+    taken = []
+    while runner._waiting:
+        taken.append([ticket.env_id for ticket, _ in runner._take()])
+    assert taken == [[0, 3, 5], [1, 4], [2]]
+
+
+def test_a_call_that_fails_says_which_requests_it_held() -> None:
+    answers: queue.SimpleQueue[Response] = queue.SimpleQueue()
+
+    def policy(rows: TensorDictBase) -> TensorDictBase:
+        raise ValueError("no")
+
+    runner = BatchedRunner(policy, answers.put, RunnerOptions(batch_wait=0.5))
+    tickets = [Ticket(index, 0, 0, index, 0, guest=index < 2) for index in range(4)]
+    for ticket in tickets:
+        runner.submit(ticket, TensorDict({"x": ticket.env_id}))
+    found = [answers.get(timeout=10) for _ in range(4)]
+    assert [response.ticket for response in found] == tickets
+    assert [response.suspects for response in found] == [tuple(tickets[:2])] * 2 + [tuple(tickets[2:])] * 2
+    assert runner.broken
+    late = Ticket(4, 0, 0, 4, 0)
+    runner.submit(late, TensorDict({"x": 4}))
+    assert answers.get(timeout=10).suspects == tuple(tickets[2:])
+    assert runner.close(0.0) == []

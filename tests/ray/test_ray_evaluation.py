@@ -11,12 +11,14 @@ import pytest
 import torch
 from fakes import PATIENCE, ScriptedEnv, assert_conserved, assert_settled, ids
 from fakes import echo as scripted_echo
+from tensordict import TensorDict, lazy_stack
 from test_faults import pid_of, wait_until
 from test_groups import Answered, echo, prompts
 from test_ray_prompts import members
 from test_ray_weights import telling_policy, weights
 
 from torchrl_llm import CollectorError, LLMCollector, PromptSource, WorkerError, WorkerHooks
+from torchrl_llm.ray.evaluation import Part, together
 
 pytestmark = pytest.mark.slow
 
@@ -234,3 +236,13 @@ def test_what_cannot_sleep_says_so_and_goes_on(ray_cluster: Any) -> None:
         with pytest.raises(CollectorError, match="do not sleep"):
             collector.wake_up()
         assert len(next(collector)) == 1
+
+
+def test_prompts_that_the_workers_left_out_are_named_by_their_numbers_among_all() -> None:
+    def part(first: int, groups: list[int]) -> Part:
+        rows = [TensorDict(collector=TensorDict(group_id=group, traj_ids=0)) for group in groups]
+        return Part(first, lazy_stack(rows))
+
+    with pytest.warns(RuntimeWarning, match=r"left out 2 of 5 prompts, with the numbers \[1, 4\]"):
+        found = together([part(3, [0]), part(0, [0, 2])], prompts=5)
+    assert ids(found.unbind(0), "group_id") == [0, 2, 3]

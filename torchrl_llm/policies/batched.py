@@ -4,8 +4,9 @@ The runner's thread takes every request that is waiting, calls the policy once o
 rows, and splits the result. The policy is called by that thread only, without gradients and, as in TorchRL's
 collectors, with exploration.
 
-Invariant: each submitted ticket is answered once, unless the runner is closed first; after a failure,
-with that failure.
+Invariants: each submitted ticket is answered once, unless the runner is closed first; after a failure, with that
+failure. A call holds requests of the training stream or of evaluations, never of both: one that fails with the latter
+is no failure of the policy's for the former.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class BatchedRunner:
         self.track_token_versions = False
         self._holds: deque[Hold] = deque()
         self._failure: BaseException | None = None
+        self._suspects: tuple[Ticket, ...] = ()
         self._post = post
         self._batch_wait = options.batch_wait
         self._max_batch = options.max_batch
@@ -61,12 +63,12 @@ class BatchedRunner:
     def submit(self, ticket: Ticket, request: Any) -> None:
         """See :meth:`Runner.submit`."""
         with self._changed:
-            failure = self._failure
+            failure, suspects = self._failure, self._suspects
             if failure is None:
                 self._waiting.append((ticket, request))
                 self._changed.notify()
         if failure is not None:
-            self._post(Response(ticket, error=failure))
+            self._post(Response(ticket, error=failure, suspects=suspects))
 
     def restore_version(self, version: int) -> None:
         """See :meth:`Runner.restore_version`."""
@@ -100,15 +102,15 @@ class BatchedRunner:
         hold.give_up(RuntimeError("the policy was closed"))
         return hold
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, suspects: tuple[Ticket, ...] = ()) -> None:
         """Gives the policy up: all that waits, and all that comes, gets ``error``; for the runner's thread only."""
         with self._changed:
-            self._failure = error
+            self._failure, self._suspects = error, suspects
             tickets = [ticket for ticket, _ in self._waiting]
             self._waiting.clear()
         self.broken = True
         for ticket in tickets:
-            self._post(Response(ticket, error=error))
+            self._post(Response(ticket, error=error, suspects=suspects))
 
     def abort(self, ticket: Ticket) -> None:
         """See :meth:`Runner.abort`. A call of the policy that is under way goes on."""
@@ -167,11 +169,13 @@ class BatchedRunner:
     def _take(self) -> list[tuple[Ticket, Any]]:
         """The next batch, out of what waits: the oldest request, and those that go best with it."""
         waiting = list(self._waiting)
-        size = len(waiting) if self._max_batch is None else min(self._max_batch, len(waiting))
+        # Those of an evaluation keep to themselves, so that what fails of them costs the training nothing.
+        company = [index for index, (ticket, _) in enumerate(waiting) if _together(waiting[0][0], ticket)]
+        size = len(company) if self._max_batch is None else min(self._max_batch, len(company))
         # Rows of like length need little padding, so the batch is a window of the requests by length.
-        by_length = sorted(range(len(waiting)), key=lambda index: self._length(waiting[index][1]))
+        by_length = sorted(company, key=lambda index: self._length(waiting[index][1]))
         oldest = by_length.index(0)
-        start = min(max(0, oldest - size // 2), len(waiting) - size)
+        start = min(max(0, oldest - size // 2), len(company) - size)
         taken = by_length[start : start + size]
         left = set(range(len(waiting))) - set(taken)
         self._waiting = deque(waiting[index] for index in sorted(left))
@@ -186,12 +190,14 @@ class BatchedRunner:
         try:
             responses = self._respond(tickets, [request for _, request in batch])
         except BaseException as error:
-            # Also SystemExit: this thread is the only one that can tell. A policy that raised is not called again:
-            # what waits for it gets the same answer.
-            self.broken = True
+            # Also SystemExit: this thread is the only one that can tell. A policy that raised is not called again,
+            # unless that was for an evaluation's requests: what waits for it gets the same answer.
+            guests = tickets[0].guest
+            self.broken = self.broken or not guests
             for ticket in tickets:
-                self._post(Response(ticket, error=error))
-            self.fail(error)
+                self._post(Response(ticket, error=error, suspects=tuple(tickets)))
+            if not guests:
+                self.fail(error, tuple(tickets))
             return
         for response in responses:
             response.policy_version = response.policy_version_end = self.version
@@ -234,3 +240,8 @@ class BatchedRunner:
             else:
                 counts.append(tokens.numel())
         return counts[0], counts[1]
+
+
+def _together(first: Ticket, other: Ticket) -> bool:
+    """Whether a request may share the call of ``first``."""
+    return other is first or (other.guest == first.guest and not first.alone and not other.alone)

@@ -108,10 +108,11 @@ class EngineRunner(Generic[R]):
         with self._lock:
             if self._in_flight.pop(ticket, None) is None:
                 return
-            policy = self.policy
+            policy, others = self.policy, tuple(self._in_flight)
         if error is not None:
-            self.broken = self.broken or self._engine.dead is not None
-            self._post(Response(ticket, error=error))
+            dead = self._engine.dead is not None
+            self.broken = self.broken or dead
+            self._post(Response(ticket, error=error, suspects=(ticket, *others) if dead else ()))
             return
         try:
             response = respond(policy)

@@ -20,6 +20,7 @@ from torchrl_llm.policies.remote import RemoteRunner
 from torchrl_llm.policies.runner import Post, Response, Runner
 from torchrl_llm.policies.transformers import TransformersRunner
 from torchrl_llm.policies.vllm import ContinuousRunner
+from torchrl_llm.streaks import FailuresInRow
 
 REBUILD_WAIT_SECONDS = 30.0
 
@@ -74,11 +75,15 @@ def _send_back(response: Response) -> None:
 class PolicyPool:
     """The policies of a collector, by index.
 
+    ``guest`` says whether requests are an evaluation's, beside the training stream.
+
     Args:
         policies: the policies, as built or as given.
         constructors: how to build each anew; ``None`` for those that were given.
         options: how to run each.
     """
+
+    guest = False
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class PolicyPool:
         self._track = False
         self.on_rebuild: Callable[[Runner], None] | None = None
         self.loads = [0] * len(policies)
-        self.failures_in_row = [0] * len(policies)
+        self.failures_in_row = [FailuresInRow() for _ in policies]
         self.runners: list[Runner] = []
         try:
             for policy, how in zip(policies, options, strict=True):

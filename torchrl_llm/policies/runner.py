@@ -22,7 +22,9 @@ from torchrl_llm.seeds import derive
 class Ticket:
     """One request on its way: the row that waits for it, where the answer goes, and the policy that works on it.
 
-    ``seed`` is the collector's, and ``identity`` says what the trajectory is, whatever slot it runs in.
+    ``seed`` is the collector's, and ``identity`` says what the trajectory is, whatever slot it runs in. ``alone`` asks
+    a policy that is called on many requests for a call without others: it failed in company. ``guest`` marks what
+    belongs to an evaluation beside the training stream.
     """
 
     env_id: int
@@ -34,6 +36,8 @@ class Ticket:
     runner: Runner | None = None
     seed: int | None = None
     identity: tuple[int, ...] = ()
+    alone: bool = False
+    guest: bool = False
 
     def sampling_seed(self, own: int | None) -> int | None:
         """The request's seed, made of the collector's, or else the policy's own; ``None`` without either."""
@@ -49,6 +53,8 @@ class Response:
         ticket: what is answered.
         output: what the policy wrote, of batch size ``()``.
         error: why it could not.
+        suspects: with an error that others got too: the requests that were being worked on when it came, of which any
+            may be the reason. A request that is not among them was lost with the policy.
         carry: what the runner wants to be given when it prepares the trajectory's next turn.
         prompt_tokens: tokens of the prompt; 0 if the policy does not tell.
         response_tokens: tokens of the response; 0 if the policy does not tell.
@@ -62,6 +68,7 @@ class Response:
     ticket: Ticket
     output: TensorDictBase | None = None
     error: BaseException | None = None
+    suspects: tuple[Ticket, ...] = ()
     carry: Any = None
     prompt_tokens: int = 0
     response_tokens: int = 0

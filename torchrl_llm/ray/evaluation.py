@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_llm.errors import CollectorError
+from torchrl_llm.evaluation import warn_of_missing
 from torchrl_llm.prompts import PromptSource
 from torchrl_llm.ray.calls import Answers, failure, is_loss
 from torchrl_llm.ray.roster import Roster
@@ -96,8 +97,8 @@ def evaluate_share(collector: Any, share: Share) -> Part:
     return Part(share.first, collector.evaluate(share.prompts, n=share.n, key=share.key))
 
 
-def together(parts: Iterable[Part]) -> TensorDictBase:
-    """The turns of all workers as one batch, in the order of the prompts."""
+def together(parts: Iterable[Part], prompts: int) -> TensorDictBase:
+    """The turns of all workers as one batch, in the order of the ``prompts`` prompts; a warning if some are missing."""
     rows: list[TensorDictBase] = []
     trajectories = 0
     for first, batch in sorted(parts, key=lambda part: part.first):
@@ -108,4 +109,5 @@ def together(parts: Iterable[Part]) -> TensorDictBase:
             ids.set("traj_ids", ids.get("traj_ids") + trajectories)
         trajectories += len({int(row["collector", "traj_ids"]) for row in own})
         rows += own
+    warn_of_missing({int(row["collector", "group_id"]) for row in rows}, prompts)
     return LazyStackedTensorDict(*rows, stack_dim=0)

@@ -47,14 +47,8 @@ class PromptOwner:
         """Hands the next ``count`` members to ``life``, or a whole group; fewer, or none, if there are no more now."""
         if life in self._over:
             return []  # It asked before it ended.
-        members = self._take_group() if self._whole_groups else self._source.take(count)
+        members = self._source.take_group() if self._whole_groups else self._source.take(count)
         self._holders.update(((member.group_id, member.index), life) for member in members)
-        return members
-
-    def _take_group(self) -> list[Member]:
-        members = self._source.take(1)
-        while members and (following := self._source.peek()) and following.group_id == members[0].group_id:
-            members += self._source.take(1)
         return members
 
     def dropped(self, life: int, group_id: int, index: int) -> None:

@@ -58,6 +58,13 @@ class SharedPrompts:
             taken.append(self._members[heapq.heappop(self._waiting)])
         return taken
 
+    def take_group(self) -> list[Member]:
+        """See :meth:`~torchrl_llm.prompt_line.Prompts.take_group`; where groups are spread, what is here of one."""
+        taken = self.take(1)
+        while taken and self._waiting and self._waiting[0][0] == taken[0].group_id:
+            taken += self.take(1)
+        return taken
+
     def _fetch(self, count: int) -> bool:
         members: list[Member] = ray.get(self._actor.take.remote(self._life, count))
         for member in members:
@@ -81,6 +88,9 @@ class SharedPrompts:
         key = (group_id, index)
         if key in self._members and key not in self._waiting:
             heapq.heappush(self._waiting, key)
+
+    def give_back(self, keys: list[Key]) -> None:
+        """Not the worker's to say: the driver has handed out again what a worker held that has ended."""
 
     def withdraw(self, group_id: int) -> None:
         """See :meth:`~torchrl_llm.prompt_line.Prompts.withdraw`."""
