@@ -150,6 +150,8 @@ class ClusterBooks:
             self._reasons[reason] += len(ended)
             if reason == "stale":
                 self._stale_turns += turns
+            if reason == "worker_died":
+                self._lost += turns
 
     def group(self, kind: str, count: int = 1) -> None:
         """Counts groups that were put together on the driver, by what became of them; see :meth:`Ledger.group`."""
