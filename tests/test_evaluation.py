@@ -18,6 +18,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
 
 from torchrl_llm import CollectorError, LLMCollector, PolicyError, PromptSource, RunnerOptions
+from torchrl_llm.evaluation import NoTurns
 from torchrl_llm.policies.batched import BatchedRunner
 
 
@@ -184,8 +185,9 @@ def test_what_cannot_be_evaluated_says_so() -> None:
             collector.evaluate(["q1"], n=0)
         with pytest.raises(ValueError, match="data is empty"):
             collector.evaluate([])
-        with pytest.raises(CollectorError, match="the evaluation gave no turn"):
+        with pytest.raises(CollectorError, match="the evaluation gave no turn") as caught:
             collector.evaluate(iter([]))
+        assert type(caught.value) is NoTurns
         with pytest.raises(CollectorError, match=r"env.step failed: ValueError"):
             collector.evaluate(["not a number"])
         check(collector.evaluate([d["query"] for d in EVALUATED]), 1)

@@ -353,7 +353,7 @@ class LLMCollector(WeightMethods, metaclass=_DCMeta):
 
         Raises:
             TypeError: if an environment was passed as an instance.
-            CollectorError: what stopped the evaluation, or that the collector has ended.
+            CollectorError: what stopped the evaluation, that it gave no turn, or that the collector has ended.
         """
         constructors = [constructor for constructor in self._constructors if constructor is not None]
         if len(constructors) < len(self._constructors):

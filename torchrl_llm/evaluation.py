@@ -44,6 +44,15 @@ if TYPE_CHECKING:
 # How long a thread that is stuck in an environment is waited for when an evaluation ends.
 CLOSE_SECONDS = 1.0
 
+NO_TURNS = (
+    "the evaluation gave no turn: its prompts are empty, or too long for the policy, or took too long "
+    "(on_timeout='drop')"
+)
+
+
+class NoTurns(CollectorError):
+    """All prompts of an evaluation were left out."""
+
 
 class SharedPool:
     """A collector's policies as a guest sees them: the same runners, loads of his own, and nothing to close."""
@@ -80,6 +89,7 @@ def evaluate(
     """Runs each prompt ``n`` times; see :meth:`LLMCollector.evaluate`.
 
     Raises:
+        NoTurns: if no prompt gave any.
         CollectorError: what stopped the evaluation.
     """
     source = PromptSource(prompts, repeats=n, epochs=1, key=key)
@@ -133,10 +143,7 @@ def evaluate(
                     rollout.abandon(slot, row, "aborted")
             rollout.close(time.monotonic() + CLOSE_SECONDS)
     if not turns:
-        raise CollectorError(
-            "the evaluation gave no turn: its prompts are empty, or too long for the policy, or took too long "
-            "(on_timeout='drop')"
-        )
+        raise NoTurns(NO_TURNS)
     present = {turn.trajectory.unit for turn in turns}
     warn_of_missing(present, len(present) + ledger.snapshot()["groups_failed"])
     return stack_turns(sorted(turns, key=lambda turn: turn.trajectory.unit))

@@ -2,6 +2,7 @@
 
 A batch of the rollout is finished by the user's functions, looked at once more whether it is young enough, and then is
 delivered, and in the books as that; or it is taken back, and what is still young in it comes again in a later batch.
+So is what is left of a batch of which a part was lost with the machine that it lay on.
 
 Invariant: the version of the weights does not change between the last look at a batch and the moment at which a sink
 has it. Used by the thread that drives the collection.
@@ -22,7 +23,7 @@ from torchrl_llm.control import Control, Stopped
 from torchrl_llm.errors import CollectorError
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.rollout import Rollout
-from torchrl_llm.sinks import ANY_TIME, Delivery, Sink
+from torchrl_llm.sinks import ANY_TIME, BatchLost, Delivery, Sink
 
 logger = logging.getLogger("torchrl_llm")
 
@@ -85,6 +86,9 @@ class Handover:
                 except Stopped:
                     self._last_chance(sink, turns, batch, deadline())
                     raise
+                except BatchLost as loss:
+                    loss.book(turns)
+                    continue
                 batch = None
             elif not delivery.fresh():
                 continue
@@ -106,6 +110,9 @@ class Handover:
     def _make_batch(self, turns: list[Turn]) -> TensorDictBase | None:
         try:
             batch = self._finish_batch(turns)
+        except BatchLost as loss:
+            loss.book(turns)
+            return None
         except Exception as error:
             self._ledger.drop(len(turns), ended_trajectories(turns), "postproc_failed")
             raise CollectorError(f"postproc failed: {type(error).__name__}: {error}") from error
@@ -124,12 +131,16 @@ class Handover:
             logger.warning("shutdown: the queue stayed full, %d finished turns were not delivered", len(turns))
 
     def _write_last(self, sink: Sink, turns: list[Turn], batch: TensorDictBase, room_until: float) -> bool:
-        """Writes a batch, unless it was taken back; ``False`` if there was no room, which is recorded."""
+        """Writes a batch, unless it was taken back or lost; ``False`` if there was no room, which is recorded."""
         delivery = self._delivery(turns)
         with delivery.lock:
             if not delivery.fresh():
                 return True
-            written = sink.write_last(batch, room_until)
+            try:
+                written = sink.write_last(batch, room_until)
+            except BatchLost as loss:
+                loss.book(turns)
+                return True
         if written:
             self._deliver(turns)
         else:

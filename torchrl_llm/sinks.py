@@ -43,6 +43,18 @@ class Delivery:
 ANY_TIME = Delivery()
 
 
+class BatchLost(Exception):
+    """A batch is gone where it lay, before anybody had it.
+
+    Args:
+        book: called with the batch's turns: books those that are lost, and takes the others back.
+    """
+
+    def __init__(self, book: Callable[[Any], None]) -> None:
+        super().__init__("a batch was lost before its delivery")
+        self.book = book
+
+
 class Sink(Protocol):
     """Takes batches until the end."""
 
@@ -51,6 +63,7 @@ class Sink(Protocol):
 
         Raises:
             Stopped: if the collection was told to stop before there was room.
+            BatchLost: if there is nothing left to hand over.
             CollectorError: if the target does not take the batch.
         """
 
@@ -58,6 +71,7 @@ class Sink(Protocol):
         """Hands over a batch of a collection that stops; ``False`` if there was no room until ``deadline``.
 
         Raises:
+            BatchLost: if there is nothing left to hand over.
             CollectorError: if the target does not take the batch.
         """
 

@@ -18,6 +18,7 @@ from test_ray_prompts import members
 from test_ray_weights import telling_policy, weights
 
 from torchrl_llm import CollectorError, LLMCollector, PromptSource, WorkerError, WorkerHooks
+from torchrl_llm.evaluation import NoTurns
 from torchrl_llm.ray.evaluation import Part, together
 
 pytestmark = pytest.mark.slow
@@ -81,6 +82,35 @@ def test_what_is_wrong_with_an_evaluation_is_said_at_once(ray_cluster: Any) -> N
         with pytest.raises(ValueError, match="n=0 is not allowed"):
             collector.evaluate(QUESTIONS, n=0)
         assert len(answers(collector.evaluate(["e0"]))) == 2, "fewer prompts than workers, or slots"
+
+
+def with_a_short_context(worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Gives modules what engines have: prompts that are too long for them."""
+    from torchrl_llm.errors import PromptTooLong
+    from torchrl_llm.policies.batched import BatchedRunner
+
+    def prepare(self: Any, observation: Any, carry: Any) -> Any:
+        if observation["text"].startswith("long"):
+            raise PromptTooLong(9, 8)
+        return observation
+
+    BatchedRunner.prepare = prepare  # type: ignore[method-assign]
+    return arguments
+
+
+def test_a_prompt_that_is_too_long_is_left_out_also_when_it_is_all_that_a_worker_has(ray_cluster: Any) -> None:
+    with build(hooks=WorkerHooks(handle=with_a_short_context)) as collector:
+        batch = collector.evaluate(["e0", "long1", "e2", "long3", "e4"])
+        assert answers(batch) == [(f"e{i}", i, 0, step) for i in (0, 2, 4) for step in range(2)]
+        assert ids(batch.unbind(0), "traj_ids") == [0, 0, 2, 2, 4, 4], "the second worker goes on after the first's 3"
+        batch = collector.evaluate(["e0", "e1", "long2", "long3"])
+        assert answers(batch) == [(f"e{i}", i, 0, step) for i in (0, 1) for step in range(2)]
+        batch = collector.evaluate(["long0", "e1"])
+        assert answers(batch) == [("e1", 1, 0, step) for step in range(2)]
+        with pytest.raises(CollectorError, match="the evaluation gave no turn") as caught:
+            collector.evaluate(["long0", "long1", "long2"])
+        assert type(caught.value) is NoTurns
+        assert answers(collector.evaluate(QUESTIONS, n=2)) == EXPECTED
 
 
 # Seeds

@@ -16,6 +16,10 @@ from tensordict import TensorDict
 from test_faults import pid_of, wait_until
 
 from torchrl_llm import LLMCollector, RayCollector, WorkerError
+from torchrl_llm.ray.books import ClusterBooks
+from torchrl_llm.ray.member import Member
+from torchrl_llm.ray.roster import SLEEP, WEIGHTS, Roster
+from torchrl_llm.ray.weights import ClusterWeights
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +175,85 @@ def test_a_saved_version_is_that_of_all_workers_afterwards(ray_cluster: Any) -> 
         second.update_policy_weights_(weights(4))
         assert second.policy_version == 8
         assert second.call_workers(lambda worker: worker.policy_version) == {0: 8, 1: 8}
+
+
+def test_a_worker_that_dies_after_a_state_was_loaded_has_the_pushed_weights_again(
+    ray_cluster: Any,
+) -> None:
+    with LLMCollector(ScriptedEnv, telling_policy(), steps_per_batch=1, backend="ray") as collector:
+        state = collector.state_dict() | {"policy_version": 7}
+        collector.update_policy_weights_(weights(1), version=7)
+        collector.load_state_dict(state)
+        assert answers(next(collector)) == [(0, "w1", 7)]
+        os.kill(pid_of(collector, 0), signal.SIGKILL)
+        rows = []
+        deadline = time.monotonic() + PATIENCE
+        while collector.stats()["worker_restarts"] == 0 or len(rows) < 4:
+            assert time.monotonic() < deadline, "it was not restarted"
+            rows += answers(next(collector))
+        rows += answers(next(collector))  # the ones before may have been on their way
+        assert set(rows) == {(0, "w1", 7)}
+
+
+class Newcomer:
+    """What a worker's collector is asked by standing orders."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self.weights: Any = None
+        self._pool = self
+
+    def update_policy_weights_(self, weights: Any, version: int, **others: Any) -> None:
+        self.weights, self.policy_version = others["marked"], version
+
+    def restore_version(self, version: int) -> None:
+        self.policy_version = version
+
+
+def orders_of(roster: Roster) -> list[Any]:
+    """The standing orders that a newcomer gets, in their order."""
+    member = Member(worker=0, life=0, actor=None, post=lambda event: None)
+    orders = []
+    while (order := roster.next_order_for(member)) is not None:
+        member.orders.add(order.number)
+        orders.append(order)
+    return orders
+
+
+@pytest.mark.parametrize("moves", ["load", "push load", "load push", "push load push", "load push load", "push push"])
+def test_a_newcomer_has_the_last_pushed_weights_under_the_clusters_version(moves: str) -> None:
+    roster = Roster(ClusterBooks())
+    cluster = ClusterWeights(roster, lambda: None)
+    pushed, version = None, 0
+    for number, move in enumerate(moves.split()):
+        version += 5
+        if move == "push":
+            pushed = number
+            cluster.update(None, version, others={"marked": number})
+        else:
+            cluster.restore(version)
+    worker: Any = Newcomer()
+    for order in orders_of(roster):
+        order.method(worker, *order.arguments_for(0))
+    assert (worker.weights, worker.policy_version) == (pushed, version)
+    assert cluster.version == version
+
+
+def test_a_state_with_an_older_version_than_the_weights_does_not_count_back() -> None:
+    cluster = ClusterWeights(roster := Roster(ClusterBooks()), lambda: None)
+    cluster.update(None, 7, others={"marked": "new"})
+    cluster.restore(3)
+    worker: Any = Newcomer()
+    for order in orders_of(roster):
+        order.method(worker, *order.arguments_for(0))
+    assert (worker.weights, worker.policy_version, cluster.version) == ("new", 7, 7)
+
+
+def test_a_newcomer_gets_the_weights_before_it_falls_asleep_whatever_came_first_before() -> None:
+    roster = Roster(ClusterBooks())
+    cluster = ClusterWeights(roster, lambda: None)
+    roster.order(SLEEP, "sleep", lambda life: ())
+    roster.order(SLEEP, "wake_up", lambda life: ())
+    cluster.update(None, 1)
+    roster.order(SLEEP, "sleep again", lambda life: ())
+    assert [order.method for order in orders_of(roster)] == [roster._standing[WEIGHTS].method, "sleep again"]

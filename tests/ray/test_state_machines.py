@@ -177,6 +177,29 @@ def test_what_a_worker_records_when_it_is_told_to_end_has_the_drivers_reason() -
     assert books.snapshot()["recorded_by_reason"] == {"worker_removed": 1}
 
 
+def test_a_state_that_was_taken_after_a_shutdown_loads_with_nothing_in_flight() -> None:
+    books, worker = ClusterBooks(), Ledger()
+    books.begin(0, 0)
+    for trajectory in range(3):
+        worker.launch(trajectory)
+    worker.finish_turn(1, 1)
+    books.report(0, 0, worker.snapshot())
+    books.arrive(0, turns=1, ended=1)
+    books.deliver(1, [0])
+    books.record_rest("shutdown")
+    state = books.state_dict()
+    for _ in range(2):  # also when what was loaded is saved again
+        books = ClusterBooks()
+        books.load_state_dict(state)
+        stats = books.snapshot()
+        fakes.assert_settled(stats)
+        assert (stats["launched"], stats["delivered"], stats["recorded_by_reason"]) == (3, 1, {"shutdown": 2})
+        books.begin(0, 0)
+        state = books.state_dict()
+    books.record_rest("shutdown")
+    assert books.snapshot()["recorded_by_reason"] == {"shutdown": 2}
+
+
 # The outbox
 
 

@@ -27,6 +27,8 @@ _DRIVERS = (
 _HIGHEST = ("policy_version", "longest_wait_seconds", "most_overtaken")
 # What a worker records when it is told to end: the driver knows why it was.
 _TOLD = "shutdown"
+# Number of what stands for the sums of a saved state: no worker, and no life of one.
+_RESTORED = -1
 
 
 @dataclass
@@ -42,8 +44,11 @@ class Life:
 
     @property
     def recorded(self) -> Counter[str]:
-        """Trajectories that the worker itself recorded, by reason."""
-        return Counter({reason: n for reason, n in self.report["recorded_by_reason"].items() if reason != _TOLD})
+        """Trajectories that the worker itself recorded, by reason; of a saved state all that were recorded."""
+        reasons = Counter(self.report["recorded_by_reason"])
+        if self.worker != _RESTORED:
+            del reasons[_TOLD]
+        return reasons
 
     @property
     def away(self) -> int:
@@ -150,6 +155,8 @@ class ClusterBooks:
             self._reasons[reason] += len(ended)
             if reason == "stale":
                 self._stale_turns += turns
+            if reason == "worker_died":
+                self._lost += turns
 
     def group(self, kind: str, count: int = 1) -> None:
         """Counts groups that were put together on the driver, by what became of them; see :meth:`Ledger.group`."""
@@ -170,11 +177,11 @@ class ClusterBooks:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from the sums of a state, which stand as one process that is over."""
         with self._lock:
-            life = Life(worker=-1, report=dict(state), turns=state["turns"], trajectories=state["delivered"], over=True)
-            self._lives[-1] = life
+            life = Life(_RESTORED, report=dict(state), turns=state["turns"], trajectories=state["delivered"], over=True)
+            self._lives[_RESTORED] = life
             self._turns, self._delivered, self._batches = state["turns"], state["delivered"], state["batches"]
             self._lost = state["turns_lost_with_workers"]
-            self._restarts[-1] = state["worker_restarts"]
+            self._restarts[_RESTORED] = state["worker_restarts"]
 
     def record_rest(self, reason: str) -> None:
         """Ends whatever is in flight or waits for delivery: the collection is over, for ``reason``."""

@@ -48,7 +48,7 @@ def disconnect() -> None:
 
 
 def check_demand(demands: Sequence[Mapping[str, float]]) -> None:
-    """Refuses workers that the cluster could never hold together.
+    """Refuses workers that the cluster could never hold: together, or one of them on any of its nodes.
 
     Raises:
         ValueError: naming what they need and what there is.
@@ -65,6 +65,14 @@ def check_demand(demands: Sequence[Mapping[str, float]]) -> None:
             f"num_workers={len(demands)} need {short} in all, and the cluster has {has}: ask for fewer workers, or for "
             "less each with num_cpus=, num_gpus=, resources="
         )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for worker, demand in enumerate(demands):
+        if not any(all(node.get(name, 0) >= amount for name, amount in demand.items()) for node in nodes):
+            most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in demand}
+            raise ValueError(
+                f"worker {worker} needs {dict(demand)}, and no node of the cluster has that; the most that one has: "
+                f"{most}: ask for less with num_cpus=, num_gpus=, resources=, or add a node that can hold it"
+            )
 
 
 class Placement:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_llm.errors import CollectorError
-from torchrl_llm.evaluation import warn_of_missing
+from torchrl_llm.evaluation import NO_TURNS, NoTurns, warn_of_missing
 from torchrl_llm.prompts import PromptSource
 from torchrl_llm.ray.calls import Answers, failure, is_loss
 from torchrl_llm.ray.roster import Roster
@@ -86,28 +86,39 @@ def evaluate_on(roster: Roster, shares: list[Share]) -> list[Part]:
 
 
 class Part(NamedTuple):
-    """What came of a share: the number of its first prompt, and the turns."""
+    """What came of a share: the number of its first prompt, and the turns; ``None`` if all were left out."""
 
     first: int
-    turns: TensorDictBase
+    turns: TensorDictBase | None
 
 
 def evaluate_share(collector: Any, share: Share) -> Part:
     """In a worker: runs its prompts."""
-    return Part(share.first, collector.evaluate(share.prompts, n=share.n, key=share.key))
+    try:
+        turns = collector.evaluate(share.prompts, n=share.n, key=share.key)
+    except NoTurns:
+        turns = None
+    return Part(share.first, turns)
 
 
 def together(parts: Iterable[Part], prompts: int) -> TensorDictBase:
-    """The turns of all workers as one batch, in the order of the ``prompts`` prompts; a warning if some are missing."""
+    """The turns of all workers as one batch, in the order of the ``prompts`` prompts; a warning if some are missing.
+
+    Raises:
+        NoTurns: if no prompt gave any.
+    """
     rows: list[TensorDictBase] = []
     trajectories = 0
     for first, batch in sorted(parts, key=lambda part: part.first):
-        own = batch.unbind(0)
+        own = [] if batch is None else batch.unbind(0)
         for row in own:
             ids: Any = row.get("collector")
             ids.set("group_id", ids.get("group_id") + first)
             ids.set("traj_ids", ids.get("traj_ids") + trajectories)
-        trajectories += len({int(row["collector", "traj_ids"]) for row in own})
+        # Prompts that were left out have had ids too.
+        trajectories = max((int(row["collector", "traj_ids"]) + 1 for row in own), default=trajectories)
         rows += own
+    if not rows:
+        raise NoTurns(NO_TURNS)
     warn_of_missing({int(row["collector", "group_id"]) for row in rows}, prompts)
     return LazyStackedTensorDict(*rows, stack_dim=0)

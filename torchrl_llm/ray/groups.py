@@ -25,12 +25,16 @@ class Groups:
         prompts: the shared source.
         size: members of a group, if batches are made of groups.
         spread: whether groups are spread over workers.
+
+    Attributes:
+        size: members of a group.
+        spread: whether groups are put together here.
     """
 
     def __init__(self, prompts: ClusterPrompts, size: int | None, spread: bool) -> None:
         self.size = size
         self._prompts = prompts
-        self._spread = spread
+        self.spread = spread
         self._failed: set[int] = set()
         self._seen = 0
 
@@ -63,7 +67,7 @@ class Groups:
             books: the cluster's books.
             last: whether to ask for them although no report says that anything was given up.
         """
-        if not self._spread or (not last and books.given_up == self._seen):
+        if not self.spread or (not last and books.given_up == self._seen):
             return
         self._seen = books.given_up
         for group_id in self._prompts.failed_groups():

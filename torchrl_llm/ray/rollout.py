@@ -3,14 +3,15 @@
 It stands where :class:`~torchrl_llm.rollout.Rollout` stands in the local collector: a
 :class:`~torchrl_llm.lifecycle.Collection` drives it, in the reader's thread or in its own, so that a collection on Ray
 is read, ends and fails in the same ways. Batches are cut and put together by the same batchers as the local ones;
-mostly a worker's batch is handed on as it came.
+mostly a worker's batch is handed on as it came. One that is handed on unread may be lost with its node later than it
+arrived: its turns are booked as lost then, and their prompts handed out again.
 
 All that this module holds belongs to the thread that drives it; the workers are the fleet's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from torchrl_llm.ray.fleet import Fleet
 from torchrl_llm.ray.groups import Groups
 from torchrl_llm.ray.member import Arrival
 from torchrl_llm.ray.messages import Parcel, TurnHead
+from torchrl_llm.sinks import BatchLost
 from torchrl_llm.stale import Stale
 from torchrl_llm.units import UnitBatcher
 
@@ -35,9 +37,15 @@ class ArrivedBatch:
 
     Args:
         arrival: what came.
+        book: see :class:`~torchrl_llm.sinks.BatchLost`.
+
+    Attributes:
+        lost: whether its turns are gone with the node that they lay on.
     """
 
-    def __init__(self, arrival: Arrival) -> None:
+    def __init__(self, arrival: Arrival, book: Callable[[Sequence[Any]], None]) -> None:
+        self.lost = False
+        self._book = book
         self.ref = arrival.ref
         self.size = len(arrival.header.heads)
         self._value = arrival.value
@@ -47,23 +55,32 @@ class ArrivedBatch:
         """The turns.
 
         Raises:
-            RayError: if they were lost with the node that they lay on.
+            BatchLost: if they were lost with the node that they lay on.
         """
         if self._rows is None:
-            value = ray.get(self.ref) if self.ref is not None else self._value
+            try:
+                value = ray.get(self.ref) if self.ref is not None else self._value
+            except RayError as error:
+                raise self.lose() from error
             batch = value.open() if isinstance(value, Parcel) else value
             self._rows = list(batch.unbind(0))
             self.ref = self._value = None
         return self._rows
 
+    def lose(self) -> BatchLost:
+        """Its turns are gone; returns what is to be raised."""
+        self.lost = True
+        return BatchLost(self._book)
+
 
 class ArrivedTurn:
     """A turn that a worker sent; for batchers and books what :class:`~torchrl_llm.batches.Turn` is."""
 
-    __slots__ = ("delivery", "done", "place", "step", "trajectory", "version")
+    __slots__ = ("delivery", "done", "head", "place", "step", "trajectory", "version")
 
     def __init__(self, trajectory: Trajectory, head: TurnHead, delivery: ArrivedBatch, place: int) -> None:
         self.trajectory = trajectory
+        self.head = head
         self.step = head.step
         self.done = head.done
         self.version = head.policy_version
@@ -156,16 +173,14 @@ class RayRollout:
                     return self._batcher.flush() or None
 
     def _add(self, arrival: Arrival) -> None:
-        delivery = ArrivedBatch(arrival)
+        delivery = ArrivedBatch(arrival, self._book_lost)
         heads = arrival.header.heads
-        if not self.stay_away:
+        if not self.stay_away or (self._groups is not None and self._groups.spread):
+            # A member of a group that is put together here is read at once: if it is lost the group waits for another.
             try:
                 delivery.rows()
-            except RayError:
-                # It lay on a node that has left since.
-                self._books.drop(len(heads), [head.traj_id for head in heads if head.done], "worker_died")
-                if self._groups is not None:
-                    self._groups.come_back([head.member for head in heads if head.done])
+            except BatchLost:
+                self._drop(heads)
                 return
         for place, head in enumerate(heads):
             self._add_turn(head, delivery, place)
@@ -204,6 +219,20 @@ class RayRollout:
     def fresh(self, turns: list[Any]) -> bool:
         """Whether a batch may still be delivered; if not, it is taken back, and what is too old in it dropped."""
         return self._stale.fresh(turns)
+
+    def _book_lost(self, turns: Sequence[ArrivedTurn]) -> None:
+        """A batch is gone with the node that it lay on; of one that was put together what is left comes again."""
+        gone = [turn for turn in turns if turn.delivery.lost]
+        left: list[Any] = [turn for turn in turns if not turn.delivery.lost]
+        self._batcher.put_back(left)
+        self._drop([turn.head for turn in gone])
+
+    def _drop(self, heads: Sequence[TurnHead]) -> None:
+        """Turns are lost with a node; the prompts of the trajectories that end in them are handed out again."""
+        ended = [head for head in heads if head.done]
+        self._books.drop(len(heads), [head.traj_id for head in ended], "worker_died")
+        if self._groups is not None:
+            self._groups.come_back([head.member for head in ended])
 
     def delivered(self, turns: Sequence[ArrivedTurn]) -> None:
         """Turns have reached the reader, or whatever took them in his place."""

@@ -1,8 +1,8 @@
 """Who works here, and what is said to all of them: calls, standing orders, pause.
 
 A *standing order* is a call that everybody has had and that newcomers get too, before they take part: the newest
-weights, the seed, sleep. Invariant: whoever is ready has had all standing orders, or is being called with them by the
-thread that gives them.
+weights, their version, the seed, sleep. Newcomers get them in the order in which they were given. Invariant: whoever
+is ready has had all standing orders, or is being called with them by the thread that gives them.
 
 The lock guards the members, here and in the :class:`~torchrl_llm.ray.fleet.Fleet`, which changes them. Any thread may
 call; nobody waits for an answer while it holds the lock.
@@ -23,7 +23,7 @@ from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.member import COLLECTING, Member
 
 # Names of standing orders.
-WEIGHTS, SEED, SLEEP = "weights", "seed", "sleep"
+WEIGHTS, VERSION, SEED, SLEEP = "weights", "version", "seed", "sleep"
 # Arguments of a call, by the number of the worker's process.
 ArgumentsFor = Callable[[int], tuple[Any, ...]]
 
@@ -158,7 +158,8 @@ class Roster:
     def next_order_for(self, member: Member) -> Standing | None:
         """What a newcomer is to be called with next; ``None`` if it may take part."""
         with self.lock:
-            return next((order for order in self._standing.values() if order.number not in member.orders), None)
+            left = (order for order in self._standing.values() if order.number not in member.orders)
+            return min(left, key=lambda order: order.number, default=None)
 
     # Pause
 

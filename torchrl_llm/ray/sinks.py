@@ -1,8 +1,9 @@
 """Targets that are Ray actors: batches go to them from the workers' nodes, and not through the driver.
 
 Used by the thread that drives the collection, which decides what is written and in which order, and waits for room:
-only references pass through it. Batches that the driver has read itself (cut at the end of ``total_steps``, or changed
-by ``postproc``) are sent by value.
+only references pass through it. A batch that was lost with the node that it lay on is no fault of the target's: it is
+told from one by Ray's error. Batches that the driver has read itself (cut at the end of ``total_steps``, or changed by
+``postproc``) are sent by value.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from typing import Any, TypeAlias
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ObjectLostError, RayError
 from ray.util.queue import Queue
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
@@ -50,24 +51,25 @@ class RayQueueSink:
             with delivery.lock:
                 if not delivery.fresh():
                     return False
-                if self._put(item, delivery.poll):
+                if self._put(batch, item, delivery.poll):
                     return True
 
     def write_last(self, batch: Shipment, deadline: float) -> bool:
         """See :meth:`~torchrl_llm.sinks.Sink.write_last`."""
-        return self._put(_item(batch, self.opened_by), max(0.0, deadline - time.monotonic()))
+        return self._put(batch, _item(batch, self.opened_by), max(0.0, deadline - time.monotonic()))
 
     def end(self, control: Control, deadline: float | None) -> None:
         """See :meth:`~torchrl_llm.sinks.Sink.end`."""
         self._ends.end(control, deadline)
 
-    def _put(self, item: Any, seconds: float) -> bool:
+    def _put(self, batch: Shipment, item: Any, seconds: float) -> bool:
         try:
             # An argument of its own, so that the queue's actor gets what the reference stands for.
             ray.get(self._queue.actor.put.remote(item, seconds))
         except queue.Full:
             return False
         except (RayError, ValueError, TypeError) as error:
+            _check_there(batch, error)
             raise CollectorError(f"the queue does not take the batch: {type(error).__name__}: {error}") from error
         return True
 
@@ -104,10 +106,21 @@ class RayBufferSink:
         try:
             ray.get(self._buffer._rb.extend.remote(_item(batch, self.opened_by)))
         except Exception as error:
+            _check_there(batch, error)
             raise CollectorError(
                 f"the replay buffer does not take the batch: {type(error).__name__}: {error}. Turns have text and "
                 "tensors of unequal length: use storage=functools.partial(LazyStackStorage, size)"
             ) from error
+
+
+def _check_there(batch: Shipment, error: Exception) -> None:
+    """Raises :class:`~torchrl_llm.sinks.BatchLost` if that is what an error of the target's says.
+
+    Whoever waits for the target has Ray's error, or that of the target's task with Ray's as its cause.
+    """
+    reasons = (error, getattr(error, "cause", None))
+    if isinstance(batch, ArrivedBatch) and any(isinstance(reason, ObjectLostError) for reason in reasons):
+        raise batch.lose() from error
 
 
 def _item(batch: Shipment, opened_by: int) -> Any:

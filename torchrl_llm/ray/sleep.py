@@ -1,7 +1,8 @@
 """Engines of all workers that sleep together, so that training has their GPUs.
 
 Guarded by the update lock of :class:`~torchrl_llm.ray.weights.ClusterWeights`; any thread may ask whether they sleep.
-Invariant: a worker that is built while the others sleep goes to sleep before it takes part, and wakes with them.
+Invariants: a worker that is built while the others sleep goes to sleep before it takes part, and wakes with them;
+workers that show no progress are left alone only while the cluster sleeps, and not after a sleep that has failed.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ class ClusterSleep(SleepRules):
         try:
             self._roster.order(SLEEP, fall_asleep, lambda life: (level,))
         except BaseException as error:
-            with contextlib.suppress(WorkerError):
-                self._wake()
+            try:
+                with contextlib.suppress(WorkerError):
+                    self._wake()
+            finally:
+                # Whoever sleeps all the same is not waited for: nothing says any more that he should.
+                self._watch_again()
             if isinstance(error, WorkerError) and (reason := refusal(error)) is not None:
                 raise reason from error
             # Those that slept are awake and wait for weights.
@@ -64,6 +69,7 @@ class ClusterSleep(SleepRules):
         """Wakes the engines of all workers; see :meth:`Sleep.wake_up`."""
         self._check_asleep()
         self._wake()
+        self._watch_again()
         self._without_weights = self._level == 2
         self._level = 0
 
@@ -73,6 +79,9 @@ class ClusterSleep(SleepRules):
 
     def _wake(self) -> None:
         self._roster.order(SLEEP, awaken, lambda life: ())
+
+    def _watch_again(self) -> None:
+        """Workers without progress are taken for lost from now on."""
         self._roster.refresh()
         self._roster.asleep = False
 

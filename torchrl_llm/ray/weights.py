@@ -1,8 +1,8 @@
 """Weights for all workers: put into Ray's object store once, taken from there by each.
 
 Invariants: the version of the cluster grows with each update; a worker that is restarted or added has the newest
-weights before it collects; an update returns when all workers make their next tokens with them, or names those that do
-not.
+weights that were pushed, under the cluster's version, before it collects; an update returns when all workers make their
+next tokens with them, or names those that do not.
 
 Threads: any may update, one at a time.
 """
@@ -21,7 +21,7 @@ import torch
 
 from torchrl_llm.errors import CollectorError, WorkerError
 from torchrl_llm.ray.calls import refusal
-from torchrl_llm.ray.roster import WEIGHTS, Roster
+from torchrl_llm.ray.roster import VERSION, WEIGHTS, Roster
 from torchrl_llm.ray.sleep import ClusterSleep
 from torchrl_llm.weight_forms import Weights, read_weights
 from torchrl_llm.weights import check_mode, next_version
@@ -152,10 +152,11 @@ class ClusterWeights:
         self._on_update()
 
     def restore(self, version: int) -> None:
-        """Goes on counting from the version of a saved state, in all workers."""
+        """Goes on counting from the version of a saved state, in all workers; the weights stay as they are."""
         with self._updating:
-            self._roster.order(WEIGHTS, count_from, lambda life: (version,))
-            self._become(version)
+            # Not in the place of the last weights, which newcomers still need.
+            self._roster.order(VERSION, count_from, lambda life: (version,))
+            self._become(max(self.version, version))
 
     def increment(self) -> None:
         """See :meth:`PolicyWeights.increment`.
@@ -196,5 +197,5 @@ def adopt(collector: Any, weights: Any, version: int, mode: str | None, others: 
 
 
 def count_from(collector: Any, version: int) -> None:
-    """In a worker: goes on counting from the version of a saved state."""
-    collector._weights.count_from(version)
+    """In a worker: goes on counting from the version of a saved state, unless it is further already."""
+    collector._weights.count_from(max(version, collector.policy_version))
