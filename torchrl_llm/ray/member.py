@@ -97,7 +97,7 @@ class Member:
         """Calls its collector with a standing order."""
         self.progress = time.monotonic()
         self.orders.add(number)
-        self._listen("order", self.actor.call.remote(method, args, {}))
+        self._listen("order", self.actor.call.options(concurrency_group="orders").remote(method, args, {}))
 
     def ask_take(self) -> None:
         """Asks for the next batch."""

@@ -1,9 +1,11 @@
 """A worker: an ordinary :class:`~torchrl_llm.collector.LLMCollector` in a Ray actor, started into an outbox.
 
 Threads: the collector runs in its own (see :mod:`torchrl_llm.lifecycle`); the driver's calls come on threads of Ray's,
-one group of them for :meth:`Worker.take`, which waits for batches, and one for everything else, so that a call never
-stands behind a batch. The collector is built in the actor's constructor, on the process's main thread, which some
-engines need; what goes wrong there is kept for :meth:`Worker.ready`.
+in groups (:data:`THREADS`), so that none stands behind one that takes its time: :meth:`Worker.take` waits for batches,
+:meth:`Worker.call` does what the user wants, standing orders come one after the other, :meth:`Worker.report` is the
+sign of life. Everything else is short, and comes in the order in which it was asked for, on a thread of its own. The
+collector is built in the actor's constructor, on the process's main thread, which some engines need; what goes wrong
+there is kept for :meth:`Worker.ready`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from torchrl_llm.ray.messages import LIFE, Header, Parcel, TurnHead
 from torchrl_llm.ray.outbox import Outbox
 from torchrl_llm.ray.prompts import Connection
 
-# Calls beside `take` that a worker answers at the same time.
-CONTROL_THREADS = 8
+# The groups of a worker's methods, and how many of each it answers at the same time.
+THREADS = {"take": 1, "control": 8, "orders": 1, "report": 1}
 # How long the last message waits for the collector's thread, which has put its end already.
 JOIN_SECONDS = 60.0
 
@@ -125,10 +127,12 @@ class Worker:
         heads, packed = letter
         return self._header(heads), Parcel(packed, self._opened_by)
 
+    @ray.method(concurrency_group="report")
     def report(self) -> Header:
         """The worker's books."""
         return self._header([])
 
+    @ray.method(concurrency_group="control")
     def call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls a method of the collector, or a function of it; returns the result, or a :class:`WireError`."""
         # Ray replaces references by their objects only where they are arguments themselves.
