@@ -88,7 +88,7 @@ def test_a_worker_that_goes_on_beside_a_long_call_is_not_taken_for_hung(ray_clus
     with collector:
         collector.start(target)
         # Reports are the only sign of progress, for longer than worker_timeout.
-        thread, answers = in_thread(lambda: collector.call_workers(hold))
+        thread, _ = in_thread(lambda: collector.call_workers(hold))
         assert len(target.get(timeout=PATIENCE)) == 120
         (tmp_path / "go").touch()
         collector.join(PATIENCE)

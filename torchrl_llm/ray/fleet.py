@@ -29,7 +29,7 @@ from torchrl_llm.ray.arrivals import Arrivals
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, disconnect
 from torchrl_llm.ray.departures import Departures
-from torchrl_llm.ray.ending import FINISH_SECONDS, first_line, kill, loss_message
+from torchrl_llm.ray.ending import finish_seconds, first_line, kill, loss_message
 from torchrl_llm.ray.errors import WireError, from_wire
 from torchrl_llm.ray.hooks import WorkerHooks
 from torchrl_llm.ray.member import (
@@ -104,7 +104,7 @@ class Fleet:
         self._max_restarts = max_restarts
         self._prompts = prompts
         self._arrivals = Arrivals(books, schedule, prompts)
-        self._departures = Departures(self.roster, books, self._arrivals, self._handle_waiting, self._give_back)
+        self._departures = Departures(self.roster, books, self._arrivals, self.handle, self._give_back)
         self._watch = Watch(worker_timeout)
         self._restarts: Counter[int] = Counter()
         self._lives = self.first_life = 0
@@ -354,7 +354,7 @@ class Fleet:
             leaving = present[-count:]
             for member in leaving:
                 self.roster.become(member, LEAVING)
-        self._departures.leave(leaving, FINISH_SECONDS, "worker_removed")
+        self._departures.leave(leaving, finish_seconds(), "worker_removed")
         self._events.put(None)
         return [member.worker for member in leaving]
 
@@ -368,15 +368,7 @@ class Fleet:
             members = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
             for member in members:
                 self.roster.become(member, LEAVING)
-        self._departures.leave(members, FINISH_SECONDS, reason=None)
-
-    def _handle_waiting(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                event = self._events.get_nowait()
-                if event is not None:
-                    self.handle(event)
-        self._events.put(None)  # one of those that were taken may have been meant for the driver
+        self._departures.leave(members, finish_seconds(), reason=None)
 
     def close(self, deadline: float) -> None:
         """Ends everything that was started here."""
@@ -384,16 +376,15 @@ class Fleet:
             if self._closed:
                 return
             self._closed = True
-            members = list(self._members.values())
-        try:
+            there = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
+            for member in there:
+                member.state = LEAVING
+        # Each of these is done, whatever interrupts or fails before: the last one first.
+        with contextlib.ExitStack() as ends:
+            ends.callback(disconnect)
             if ray.is_initialized():
-                there = [m for m in members if m.state in (STARTING, COLLECTING, FINISHED, FAILED)]
-                for member in there:
-                    member.state = LEAVING
-                seconds = min(max(0.0, deadline - time.monotonic()), FINISH_SECONDS)
-                self._departures.leave(there, seconds, reason=None)
-                self._placement.remove()
                 if self._prompts is not None:
-                    self._prompts.close()
-        finally:
-            disconnect()
+                    ends.callback(self._prompts.close)
+                ends.callback(self._placement.remove)
+                ends.callback(self._departures.kill_rest)
+                self._departures.leave(there, finish_seconds(deadline), reason=None)

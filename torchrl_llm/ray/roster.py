@@ -153,9 +153,7 @@ class Roster:
                 self._orders += 1
                 self._standing[name] = Standing(self._orders, method, arguments_for)
                 # Those that have become ready meanwhile; all that come later see the order above.
-                late = self._ask(
-                    set(self.lives()) - {m.life for m in asked}, method, arguments_for, send=calls.order
-                )
+                late = self._ask(set(self.lives()) - {m.life for m in asked}, method, arguments_for, send=calls.order)
             more = calls.collect(late, timeout)
             answers.results.update(more.results)
             failures |= {worker: error for worker, error in more.failures.items() if not calls.is_loss(error)}
