@@ -13,7 +13,7 @@ import fakes
 import pytest
 from fakes import PATIENCE, ScriptedEnv, assert_settled, echo
 
-from torchrl_llm import LLMCollector, WorkerHooks
+from torchrl_llm import CollectorError, LLMCollector, WorkerHooks
 from torchrl_llm.ray import departures, ending
 
 pytestmark = pytest.mark.slow
@@ -209,3 +209,33 @@ def test_who_removes_workers_leaves_the_others_events_to_the_reader(ray_cluster:
         assert threads == []
         wait_until(lambda: next(collector) is not None and threads != [])
         assert threads == [threading.current_thread().name]
+
+
+def test_a_shutdown_with_a_timeout_does_not_wait_longer_for_busy_workers_that_write_to_a_sink(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    real = departures.ask_to_finish
+
+    def seen(members: Any, seconds: float) -> Any:
+        given.append(seconds)
+        return real(members, seconds)
+
+    monkeypatch.setattr(departures, "ask_to_finish", seen)
+    _, stuck = stuck_beside_three(tmp_path)
+    collector = LLMCollector(stuck, echo, steps_per_batch=1, backend="ray", queue=queue.Queue())
+
+    def read() -> None:
+        with pytest.raises(CollectorError, match="was shut down while it was being read"):
+            next(collector)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until((tmp_path / "stuck").exists)
+    begun = time.monotonic()
+    collector.shutdown(timeout=0.5)
+    reader.join(PATIENCE)
+    assert time.monotonic() - begun < ending.FINISH_SECONDS / 2
+    assert 0 < given[0] <= 0.5
+    assert not living_actors()
+    assert_settled(collector.stats())

@@ -360,15 +360,15 @@ class Fleet:
 
     # Ending
 
-    def finish_all(self) -> None:
-        """Ends all workers; what they have finished arrives."""
+    def finish_all(self, deadline: float) -> None:
+        """Ends all workers; what they have finished arrives, if they hand it over until then."""
         if not ray.is_initialized():
             return
         with self.lock:
             members = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
             for member in members:
                 self.roster.become(member, LEAVING)
-        self._departures.leave(members, finish_seconds(), reason=None)
+        self._departures.leave(members, finish_seconds(deadline), reason=None)
 
     def close(self, deadline: float) -> None:
         """Ends everything that was started here."""
