@@ -72,6 +72,7 @@ class Member:
     post: Callable[[Event], None]
     state: str = STARTING
     ready: bool = False
+    greeted: bool = False
     reporting: bool = False
     taking: Future[Event] | None = None
     orders: set[int] = field(default_factory=set)
