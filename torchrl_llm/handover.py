@@ -95,9 +95,15 @@ class Handover:
             self._deliver(turns)
             return batch
 
-    def write_rest(self, sink: Sink, room_until: float) -> None:
-        """Writes what was finished, of a collection that stops; records it if there is no room until then."""
-        while turns := self._rollout.flush():
+    def write_rest(self, sink: Sink, room_until: float, deadline: float) -> None:
+        """Writes what was finished, of a collection that stops.
+
+        Args:
+            sink: where it goes.
+            room_until: until when the sink may make room; what it does not take is recorded.
+            deadline: until when the rollout may take to say what was finished.
+        """
+        while turns := self._rollout.flush(deadline):
             batch = self._make_batch(turns)
             if batch is not None:
                 self._write_last(sink, turns, batch, room_until)

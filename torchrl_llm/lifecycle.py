@@ -281,7 +281,7 @@ class Collection:
         try:
             if self._sink is not None:
                 try:
-                    self._handover.write_rest(self._sink, room_until)
+                    self._handover.write_rest(self._sink, room_until, self._deadline)
                 finally:
                     self._sink.end(self._control, room_until)
         except CollectorError as error:

@@ -127,8 +127,8 @@ class Rollout:
             elif not self.launches.unblock():
                 return self._batcher.flush() or None
 
-    def flush(self) -> list[Turn]:
-        """The finished turns that no batch was made of, when the collection stops; may be empty."""
+    def flush(self, deadline: float) -> list[Turn]:
+        """The finished turns that no batch was made of, when the collection stops; may be empty. It takes no time."""
         self._stale.drop()
         return self._batcher.flush()
 

@@ -236,8 +236,28 @@ def test_an_outbox_that_ends_has_room_for_everything_and_gives_it_back() -> None
     outbox.let_all_in()
     outbox.put(batch("1", "end"), timeout=0)
     outbox.put(None, timeout=0)
-    assert [[head.done for head in heads] for heads, _ in outbox.rest()] == [[False], [False, True]]
+    assert [[head.done for head in heads] for heads, _ in outbox.rest(timeout=0)] == [[False], [False, True]]
     assert outbox.take() is None
+    assert outbox.take() is None, "nobody waits for a worker that ends"
+
+
+def test_the_rest_of_an_outbox_waits_for_the_end_as_long_as_it_may() -> None:
+    outbox = Outbox(1, label)
+    outbox.put(batch("0"), timeout=0)
+    outbox.let_all_in()
+    assert len(outbox.rest(timeout=0.01)) == 1, "its thread is busy"
+
+    def end() -> None:
+        outbox.put(batch("1"))
+        outbox.put(None)
+
+    outbox = Outbox(1, label)
+    outbox.put(batch("0"), timeout=0)
+    thread = threading.Thread(target=end)
+    outbox.let_all_in()
+    thread.start()
+    assert len(outbox.rest(timeout=fakes.PATIENCE)) == 2
+    thread.join()
 
 
 def test_a_take_waits_for_a_batch_and_wakes_a_put_that_waits_for_room() -> None:

@@ -1,6 +1,7 @@
 """Calls of a method of the workers' collectors, while they collect: weights and anything else goes this way.
 
-Any thread may call; calls to a worker run beside its batches, on threads of their own.
+Any thread may call; calls to a worker run beside its batches and beside each other, on threads of their own. Only
+standing orders wait for each other, so that the last one given is the last one obeyed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ Method: TypeAlias = "str | Callable[..., Any]"
 def ask(member: Member, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Sends a call; returns a reference to its answer. References among ``args`` are read by the worker."""
     return member.actor.call.remote(method, args, kwargs)
+
+
+def order(member: Member, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Sends a call that waits for those that were ordered before; else as :func:`ask`."""
+    return member.actor.call.options(concurrency_group="orders").remote(method, args, kwargs)
 
 
 class Answers(NamedTuple):

@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from torchrl_llm.ray.worker import CONTROL_THREADS, Worker
+from torchrl_llm.ray.worker import THREADS, Worker
 
 logger = logging.getLogger("torchrl_llm")
 
@@ -107,7 +107,7 @@ class Placement:
             index = worker if self._ours else -1
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         custom = {key: value for key, value in demand.items() if key not in ("CPU", "GPU", "memory")}
-        actor_class = ray.remote(concurrency_groups={"take": 1, "control": CONTROL_THREADS})(Worker)
+        actor_class = ray.remote(concurrency_groups=THREADS)(Worker)
         return actor_class.options(
             num_cpus=demand.get("CPU", 0),
             num_gpus=demand.get("GPU", 0),

@@ -29,8 +29,9 @@ from torchrl_llm.ray.arrivals import Arrivals
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.cluster import Placement, disconnect
 from torchrl_llm.ray.departures import Departures
-from torchrl_llm.ray.ending import FINISH_SECONDS, first_line, kill, loss_message
+from torchrl_llm.ray.ending import finish_seconds, first_line, kill, loss_message
 from torchrl_llm.ray.errors import WireError, from_wire
+from torchrl_llm.ray.failure import FirstFailure
 from torchrl_llm.ray.hooks import WorkerHooks
 from torchrl_llm.ray.member import (
     COLLECTING,
@@ -45,6 +46,7 @@ from torchrl_llm.ray.member import (
     Member,
 )
 from torchrl_llm.ray.messages import Header
+from torchrl_llm.ray.newcomers import Newcomers
 from torchrl_llm.ray.prompts import ClusterPrompts
 from torchrl_llm.ray.roster import Roster
 from torchrl_llm.ray.schedule import Schedule
@@ -72,7 +74,6 @@ class Fleet:
         prompts: the shared prompt source, if there is one.
 
     Attributes:
-        fatal: what ended the collection.
         first_life: processes that there were before, if the collection went on from a saved state.
     """
 
@@ -93,7 +94,7 @@ class Fleet:
         self.roster = Roster(books)
         self.lock = self.roster.lock
         self._members = self.roster.members
-        self.fatal: CollectorError | None = None
+        self._failure = FirstFailure()
         self._make_order = make_order
         self._arguments = arguments
         self._placement = placement
@@ -104,7 +105,8 @@ class Fleet:
         self._max_restarts = max_restarts
         self._prompts = prompts
         self._arrivals = Arrivals(books, schedule, prompts)
-        self._departures = Departures(self.roster, books, self._arrivals, self._handle_waiting, self._give_back)
+        self._departures = Departures(self.roster, books, self._arrivals, self.handle, self._give_back)
+        self._newcomers = Newcomers(self.roster, hooks.on_worker_ready, self._begin)
         self._watch = Watch(worker_timeout)
         self._restarts: Counter[int] = Counter()
         self._lives = self.first_life = 0
@@ -113,6 +115,11 @@ class Fleet:
         self._begun = False
         self._opened_by = 0
         self._closed = False
+
+    @property
+    def fatal(self) -> CollectorError | None:
+        """What ended the collection."""
+        return self._failure.error
 
     # Starting
 
@@ -174,6 +181,8 @@ class Fleet:
                     self._begin(member)
 
     def _begin(self, member: Member) -> None:
+        if not self._begun:
+            return
         self.roster.become(member, COLLECTING)
         member.ask_begin(self._opened_by, self.first_life)
         if self.roster.pauses:
@@ -192,6 +201,7 @@ class Fleet:
 
     def handle(self, event: Event) -> None:
         """Makes the transition that an answer of a worker asks for."""
+        greet = False
         with self.lock:
             member = self.roster.by_life(event.life)
             if member is None or member.state in (LOST, REMOVED):
@@ -199,12 +209,14 @@ class Fleet:
             if event.error is not None:
                 self._on_error(member, event)
             elif event.call in ("ready", "order"):
-                self._on_ready(member, event.value)
+                greet = self._on_ready(member, event.value)
             elif event.call == "report":
                 member.reporting = False
                 self._on_report(member, event.value)
             else:
                 self._on_take(member, event.value, event.payload)
+        if greet:
+            self._greet(member)
 
     def _on_error(self, member: Member, event: Event) -> None:
         if member.state == LEAVING:
@@ -213,28 +225,27 @@ class Fleet:
         if calls.is_loss(event.error):
             self._lose(member, event.error)
         else:
-            self._fail(CollectorError(f"{member.name} failed in {event.call}: {event.error}"), event.error)
+            self._failure.fail(CollectorError(f"{member.name} failed in {event.call}: {event.error}"), event.error)
 
-    def _on_ready(self, member: Member, answer: Any) -> None:
-        """A collector is built, or has carried out a standing order: it gets the next one, or takes part."""
+    def _on_ready(self, member: Member, answer: Any) -> bool:
+        """A collector is built, or has carried out a standing order; whether the worker is to be greeted now."""
         if isinstance(answer, WireError):
             error = from_wire(answer)
             if self._building:
-                self._fail_by(error, member)
+                self._failure.fail_by(error, member)
             else:
                 self._lose(member, error)
+            return False
+        return self._newcomers.lead_in(member)
+
+    def _greet(self, member: Member) -> None:
+        loss = self._newcomers.greet(member)
+        if loss is None:
+            self._newcomers.lead_in(member)
             return
-        if member.state != STARTING:
-            return
-        if (order := self.roster.next_order_for(member)) is not None:
-            member.ask_order(order.number, order.method, order.arguments_for(member.life))
-            return
-        if self._hooks.on_worker_ready is not None:
-            self._hooks.on_worker_ready(member.worker, calls.caller(member))
-        member.ready = True
-        member.progress = time.monotonic()
-        if self._begun:
-            self._begin(member)
+        with self.lock:
+            if member.state == STARTING:
+                self._lose(member, loss)
 
     def _on_report(self, member: Member, header: Header) -> None:
         if self._books.report(member.life, header.number, header.report):
@@ -251,20 +262,7 @@ class Fleet:
                 self.roster.become(member, FINISHED)
             else:
                 self.roster.become(member, FAILED)
-                self._fail_by(from_wire(header.error), member)
-
-    def _fail_by(self, error: BaseException, member: Member) -> None:
-        if isinstance(error, CollectorError):
-            error.worker_id = member.worker  # type: ignore[attr-defined]
-            self._fail(error, error.__cause__)
-        else:
-            # Wrong arguments that only the worker could see keep their type as the cause.
-            self._fail(WorkerError(f"{member.name} cannot be built: {type(error).__name__}: {error}"), error)
-
-    def _fail(self, failure: CollectorError, cause: BaseException | None) -> None:
-        if self.fatal is None:
-            failure.__cause__ = cause
-            self.fatal = failure
+                self._failure.fail_by(from_wire(header.error), member)
 
     # Losing workers
 
@@ -281,8 +279,8 @@ class Fleet:
             return
         if self._restarts[member.worker] >= self._max_restarts:
             self._schedule.leave(member.worker)
-            message = f"{member.name} {why}, and was restarted {self._restarts[member.worker]} times before"
-            self._fail(WorkerError(f"{message} (max_restarts={self._max_restarts}): {first_line(error)}"), error)
+            times = f"was restarted {self._restarts[member.worker]} times before (max_restarts={self._max_restarts})"
+            self._failure.fail(WorkerError(f"{member.name} {why}, and {times}: {first_line(error)}"), error)
             return
         self._restarts[member.worker] += 1
         self._launch(member.worker)
@@ -354,29 +352,21 @@ class Fleet:
             leaving = present[-count:]
             for member in leaving:
                 self.roster.become(member, LEAVING)
-        self._departures.leave(leaving, FINISH_SECONDS, "worker_removed")
+        self._departures.leave(leaving, finish_seconds(), "worker_removed")
         self._events.put(None)
         return [member.worker for member in leaving]
 
     # Ending
 
-    def finish_all(self) -> None:
-        """Ends all workers; what they have finished arrives."""
+    def finish_all(self, deadline: float) -> None:
+        """Ends all workers; what they have finished arrives, if they hand it over until then."""
         if not ray.is_initialized():
             return
         with self.lock:
             members = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
             for member in members:
                 self.roster.become(member, LEAVING)
-        self._departures.leave(members, FINISH_SECONDS, reason=None)
-
-    def _handle_waiting(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                event = self._events.get_nowait()
-                if event is not None:
-                    self.handle(event)
-        self._events.put(None)  # one of those that were taken may have been meant for the driver
+        self._departures.leave(members, finish_seconds(deadline), reason=None)
 
     def close(self, deadline: float) -> None:
         """Ends everything that was started here."""
@@ -384,16 +374,15 @@ class Fleet:
             if self._closed:
                 return
             self._closed = True
-            members = list(self._members.values())
-        try:
+            there = self.roster.in_state(STARTING, COLLECTING, FINISHED, FAILED)
+            for member in there:
+                member.state = LEAVING
+        # Each of these is done, whatever interrupts or fails before: the last one first.
+        with contextlib.ExitStack() as ends:
+            ends.callback(disconnect)
             if ray.is_initialized():
-                there = [m for m in members if m.state in (STARTING, COLLECTING, FINISHED, FAILED)]
-                for member in there:
-                    member.state = LEAVING
-                seconds = min(max(0.0, deadline - time.monotonic()), FINISH_SECONDS)
-                self._departures.leave(there, seconds, reason=None)
-                self._placement.remove()
                 if self._prompts is not None:
-                    self._prompts.close()
-        finally:
-            disconnect()
+                    ends.callback(self._prompts.close)
+                ends.callback(self._placement.remove)
+                ends.callback(self._departures.kill_rest)
+                self._departures.leave(there, finish_seconds(deadline), reason=None)

@@ -23,7 +23,8 @@ class WorkerHooks:
             arguments); it returns the arguments to use. It may hold the handle of a Ray actor, and is pickled.
         on_worker_ready: called on the driver with the worker's number and a function ``call(method, *args,
             timeout=None)`` that calls a method of its collector, when that is built and before it collects. On the
-            thread that reads, so that no batch passes it by; for the first workers on the constructor's thread.
+            thread that reads, so that no batch passes it by; for the first workers on the constructor's thread. If the
+            worker dies in such a call, it is restarted.
         on_worker_lost: called on the driver with the number of a worker whose process was lost, before it is restarted.
     """
 

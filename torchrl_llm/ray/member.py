@@ -1,6 +1,7 @@
 """One worker as the driver sees it: its actor, what is asked of it, and since when it has shown no sign of progress.
 
-Guarded by the fleet's lock. Answers come back as events, posted by a thread of Ray's.
+Guarded by the fleet's lock. Answers come back as events, posted by a thread of Ray's; that of the open take can be had
+from :attr:`Member.taking` too, as soon as it is there.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Member:
         life: number of the process.
         actor: its handle.
         post: takes events.
+        taking: gives the event that answers the open take; ``None`` when there is none, or its answer was handled.
         orders: numbers of the standing orders that it was called with before it took part.
     """
 
@@ -70,8 +72,9 @@ class Member:
     post: Callable[[Event], None]
     state: str = STARTING
     ready: bool = False
+    greeted: bool = False
     reporting: bool = False
-    taking: Future[Any] | None = None
+    taking: Future[Event] | None = None
     orders: set[int] = field(default_factory=set)
     progress: float = field(default_factory=time.monotonic)
 
@@ -97,7 +100,7 @@ class Member:
         """Calls its collector with a standing order."""
         self.progress = time.monotonic()
         self.orders.add(number)
-        self._listen("order", self.actor.call.remote(method, args, {}))
+        self._listen("order", self.actor.call.options(concurrency_group="orders").remote(method, args, {}))
 
     def ask_take(self) -> None:
         """Asks for the next batch."""
@@ -111,16 +114,19 @@ class Member:
             self.reporting = True
             self._listen("report", self.actor.report.remote())
 
-    def _listen(self, call: str, ref: Any, payload: Any = None, failures_only: bool = False) -> Future[Any]:
+    def _listen(self, call: str, ref: Any, payload: Any = None, failures_only: bool = False) -> Future[Event]:
         # A function that does not hold the fleet: what is posted is all that it knows.
         life, post = self.life, self.post
+        answer: Future[Event] = Future()
 
         def done(future: Future[Any]) -> None:
             error = future.exception()
             value = None if error is not None else future.result()
+            event = Event(life, call, value, error, payload)
+            answer.set_result(event)
             if error is not None or not failures_only:
-                post(Event(life, call, value, error, payload))
+                post(event)
 
         future: Future[Any] = ref.future()
         future.add_done_callback(done)
-        return future
+        return answer

@@ -79,7 +79,7 @@ class Outbox:
     def take(self) -> Letter | None:
         """Waits for the next batch; ``None`` when there will be no more. The one taken before has been made use of.
 
-        The end is told once: who takes again waits for what comes when the worker goes on.
+        The end is told once: who takes again waits for what comes when the worker goes on, unless that ends too.
         """
         with self._changed:
             self._taken = 0
@@ -87,7 +87,7 @@ class Outbox:
             while not self._letters and not self._ended:
                 self._changed.wait()
             if not self._letters:
-                self._ended = False
+                self._ended = self._open
                 return None
             self._taken = 1
             return self._letters.popleft()
@@ -98,9 +98,10 @@ class Outbox:
             self._open = True
             self._changed.notify_all()
 
-    def rest(self) -> list[Letter]:
-        """What still waits, when the worker has ended; a waiting :meth:`take` gets nothing."""
+    def rest(self, timeout: float) -> list[Letter]:
+        """What still waits when the end is put, or after ``timeout`` seconds; a waiting :meth:`take` gets nothing."""
         with self._changed:
+            self._changed.wait_for(lambda: self._ended, timeout)
             letters, self._letters = list(self._letters), deque()
             self._ended = True
             self._changed.notify_all()

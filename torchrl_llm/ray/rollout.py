@@ -11,6 +11,7 @@ All that this module holds belongs to the thread that drives it; the workers are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,7 +160,7 @@ class RayRollout:
                 self._add(arrival)
             elif self._fleet.fatal is not None:
                 if not self._finishing:
-                    self._finish()
+                    self._finish(math.inf)
                 elif rest := self._batcher.flush():
                     return rest
                 else:
@@ -239,15 +240,19 @@ class RayRollout:
         if self._groups is not None:
             self._groups.delivered(turns)
 
-    def _finish(self) -> None:
+    def _finish(self, deadline: float) -> None:
         """Lets all workers hand over what they have finished."""
         self._finishing = True
-        self._fleet.finish_all()
+        self._fleet.finish_all(deadline)
 
-    def flush(self) -> Sequence[Any]:
-        """The finished turns that no batch was made of, when the collection stops; may be empty."""
+    def flush(self, deadline: float) -> Sequence[Any]:
+        """The finished turns that no batch was made of, when the collection stops; may be empty.
+
+        Args:
+            deadline: until when the workers may take to hand them over.
+        """
         if not self._finishing:
-            self._finish()
+            self._finish(deadline)
         while (arrival := self._fleet.next_arrival()) is not None:
             self._add(arrival)
         self._stale.drop()

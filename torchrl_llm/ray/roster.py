@@ -113,14 +113,19 @@ class Roster:
         self, method: calls.Method, arguments: dict[int, tuple[Any, ...]], timeout: float | None = None
     ) -> calls.Answers:
         """Calls a method of some workers' collectors, with the arguments of each, by the number of its process."""
-        return calls.collect(self._ask(arguments, method, arguments.__getitem__, {}), timeout)
+        return calls.collect(self._ask(arguments, method, arguments.__getitem__), timeout)
 
     def _ask(
-        self, lives: Iterable[int], method: calls.Method, arguments_for: ArgumentsFor, kwargs: dict[str, Any]
+        self,
+        lives: Iterable[int],
+        method: calls.Method,
+        arguments_for: ArgumentsFor,
+        kwargs: dict[str, Any] = {},  # noqa: B006
+        send: Callable[..., Any] = calls.ask,
     ) -> dict[Member, Any]:
         with self.lock:
             members = [member for life in lives if (member := self.by_life(life)) is not None and member.answers]
-            return {member: calls.ask(member, method, arguments_for(member.life), kwargs) for member in members}
+            return {member: send(member, method, arguments_for(member.life), kwargs) for member in members}
 
     # Standing orders
 
@@ -139,7 +144,7 @@ class Roster:
         Raises:
             WorkerError: naming the workers that have not carried it out; see :func:`~torchrl_llm.ray.calls.gather`.
         """
-        asked = self._ask(self.lives(), method, arguments_for, {})
+        asked = self._ask(self.lives(), method, arguments_for, send=calls.order)
         answers = calls.collect(asked, timeout)
         failures = {worker: error for worker, error in answers.failures.items() if not calls.is_loss(error)}
         refused = failures and not answers.results and not any(isinstance(e, TimeoutError) for e in failures.values())
@@ -148,7 +153,7 @@ class Roster:
                 self._orders += 1
                 self._standing[name] = Standing(self._orders, method, arguments_for)
                 # Those that have become ready meanwhile; all that come later see the order above.
-                late = self._ask(set(self.lives()) - {m.life for m in asked}, method, arguments_for, {})
+                late = self._ask(set(self.lives()) - {m.life for m in asked}, method, arguments_for, send=calls.order)
             more = calls.collect(late, timeout)
             answers.results.update(more.results)
             failures |= {worker: error for worker, error in more.failures.items() if not calls.is_loss(error)}

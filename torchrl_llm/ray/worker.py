@@ -1,15 +1,19 @@
 """A worker: an ordinary :class:`~torchrl_llm.collector.LLMCollector` in a Ray actor, started into an outbox.
 
 Threads: the collector runs in its own (see :mod:`torchrl_llm.lifecycle`); the driver's calls come on threads of Ray's,
-one group of them for :meth:`Worker.take`, which waits for batches, and one for everything else, so that a call never
-stands behind a batch. The collector is built in the actor's constructor, on the process's main thread, which some
-engines need; what goes wrong there is kept for :meth:`Worker.ready`.
+in groups (:data:`THREADS`), so that none stands behind one that takes its time: :meth:`Worker.take` waits for batches,
+:meth:`Worker.call` does what the user wants, standing orders come one after the other, :meth:`Worker.report` is the
+sign of life. Everything else is short, and comes in the order in which it was asked for, on a thread of its own. The
+collector is built in the actor's constructor, on the process's main thread, which some engines need; what goes wrong
+there is kept for :meth:`Worker.ready`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +29,8 @@ from torchrl_llm.ray.messages import LIFE, Header, Parcel, TurnHead
 from torchrl_llm.ray.outbox import Outbox
 from torchrl_llm.ray.prompts import Connection
 
-# Calls beside `take` that a worker answers at the same time.
-CONTROL_THREADS = 8
+# The groups of a worker's methods, and how many of each it answers at the same time.
+THREADS = {"take": 1, "control": 8, "orders": 1, "report": 1}
 # How long the last message waits for the collector's thread, which has put its end already.
 JOIN_SECONDS = 60.0
 
@@ -79,6 +83,8 @@ class Worker:
         self._lock = threading.Lock()
         self._resume = threading.Event()
         self._pause: threading.Thread | None = None
+        self._end: threading.Thread | None = None
+        self._end_by = 0.0
         try:
             # Read here, and not as an argument, so that a module which is not to be had here is an error like others.
             self._order: Order = ray.get(order[0])
@@ -121,14 +127,17 @@ class Worker:
         """Waits for the next batch, or the end. Says by the way that the batch before has been made use of."""
         letter = self._outbox.take()
         if letter is None:
-            return self._last(), None
+            # A driver that ends the worker hears from `finish` how that went.
+            return self._last() if self._end is None else self._header([], end=True), None
         heads, packed = letter
         return self._header(heads), Parcel(packed, self._opened_by)
 
+    @ray.method(concurrency_group="report")
     def report(self) -> Header:
         """The worker's books."""
         return self._header([])
 
+    @ray.method(concurrency_group="control")
     def call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls a method of the collector, or a function of it; returns the result, or a :class:`WireError`."""
         # Ray replaces references by their objects only where they are arguments themselves.
@@ -161,16 +170,35 @@ class Worker:
         if self._pause is not None:
             self._pause.join()
 
-    def finish(self, timeout: float) -> tuple[list[tuple[Header, Parcel]], Header]:
-        """Ends the collector; returns what was finished and not taken, and the last message."""
+    def hand_over(self, timeout: float) -> tuple[list[tuple[Header, Parcel]], Header]:
+        """Begins to end the collector; returns what was finished and not taken, and the books.
+
+        It comes as soon as the collector has put all that into the outbox, and does not wait for threads that are busy;
+        if the collector's own is, what was there before comes after ``timeout`` seconds.
+        """
         self._resume.set()
         letters = []
         if self._collector is not None:
             self._outbox.let_all_in()
-            self._collector.shutdown(timeout)
-            letters = self._outbox.rest()
-        parcels = [(self._header(heads), Parcel(packed, self._opened_by)) for heads, packed in letters]
-        return parcels, self._last()
+            self._end_by = time.monotonic() + timeout
+            self._end = threading.Thread(target=self._shut_down, args=(timeout,), name="torchrl_llm-end", daemon=True)
+            self._end.start()
+            letters = self._outbox.rest(timeout)
+        return [(self._header(heads), Parcel(packed, self._opened_by)) for heads, packed in letters], self._header([])
+
+    def _shut_down(self, timeout: float) -> None:
+        try:
+            # What could not be written is in the log, and in the books.
+            with contextlib.suppress(CollectorError):
+                self._collector.shutdown(timeout)
+        finally:
+            self._outbox.put(None)
+
+    def finish(self) -> Header:
+        """Returns the books when the collector has ended, or its time for that is over."""
+        if self._end is not None:
+            self._end.join(max(0.0, self._end_by - time.monotonic()))
+        return self._header([], end=True)
 
     def _last(self) -> Header:
         """The message that says that there will be no more, and why."""
