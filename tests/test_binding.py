@@ -295,7 +295,7 @@ def text_env() -> EnvBase:
             {"query": "a", "text": "b"},
             None,
             ValueError,
-            "has the field 'text' beside its prompt, 'query': it",
+            "has the field 'text' beside its prompt, 'query': th",
         ),
         (
             chat_env,
