@@ -108,7 +108,8 @@ def test_a_lost_batch_is_no_fault_of_the_replay_buffer(ray_cluster: Any, control
 
             self._rb = ray.remote(num_cpus=0)(Buffer).remote()
 
-    sink = RayBufferSink(Remote())
+    buffer = Remote()
+    sink = RayBufferSink(buffer)
     batch = ArrivedBatch(arrival(0, "a", ref=lost_reference()), lambda turns: None)
     with pytest.raises(BatchLost):
         sink.write(batch, control)
@@ -119,6 +120,7 @@ def test_a_lost_batch_is_no_fault_of_the_replay_buffer(ray_cluster: Any, control
     bad = ArrivedBatch(arrival(0, "bad", ref=ray.put(parcel("bad", opened_by=1))), lambda turns: None)
     with pytest.raises(CollectorError, match=r"the replay buffer does not take the batch: (.|\n)*no room"):
         sink.write(bad, control)
+    ray.kill(buffer._rb)
 
 
 # What becomes of the others
