@@ -35,9 +35,10 @@ class ClusterSleep(Sleep):
             WorkerError: naming the workers whose engines could not; those of the others are awake again.
         """
         self._check_can_sleep(level)
+        at_rest = self._roster.at_rest
         self._roster.asleep = True
         try:
-            self._roster.order(SLEEP, fall_asleep, lambda life: (level,))
+            self._roster.order(SLEEP, fall_asleep, lambda life: (level,), at_rest=at_rest)
         except BaseException as error:
             with contextlib.suppress(WorkerError):
                 self._wake()
