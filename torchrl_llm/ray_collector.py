@@ -76,8 +76,8 @@ class RayCollector(LLMCollector):
         prefetch: how many finished batches a worker may have waiting before it stops. Defaults to 1.
         max_restarts: how often each worker may be restarted in the collector's life, after which its loss is a
             :class:`WorkerError`. Defaults to 3.
-        worker_timeout: seconds without any finished turn after which a worker is taken for hung, and restarted.
-            Defaults to ``None``, no limit.
+        worker_timeout: seconds without any finished turn after which a worker is taken for hung, and restarted; also
+            by a call that waits for it, such as an update of the weights. Defaults to ``None``, no limit.
         ordered: take batches strictly in turn, worker by worker, instead of first come, first served.
         group_affinity: keep all members of a group on one worker, whose prefix cache knows their prompt; ``False``
             spreads them over the workers. Prompts of a :class:`PromptSource` are shared by all workers either way: an

@@ -20,6 +20,8 @@ from torchrl_llm.ray.member import Member
 
 # The name of a method of the collector, or a function that is called with the collector.
 Method: TypeAlias = "str | Callable[..., Any]"
+# Waits for answers, given the references and the seconds; see `Patience.wait`.
+Wait = Callable[[Mapping[Member, Any], "float | None"], None]
 
 
 def ask(member: Member, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -44,16 +46,15 @@ class Answers(NamedTuple):
     failures: dict[int, BaseException]
 
 
-def collect(asked: Mapping[Member, Any], timeout: float | None) -> Answers:
+def collect(asked: Mapping[Member, Any], timeout: float | None, wait: Wait) -> Answers:
     """Waits for the answers.
 
     Args:
         asked: references to the answers.
         timeout: seconds to wait for all of them together; ``None`` for as long as it takes.
+        wait: does that.
     """
-    refs = list(asked.values())
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=timeout)
+    wait(asked, timeout)
     answers = Answers({}, {})
     for member, ref in asked.items():
         try:
@@ -70,14 +71,14 @@ def collect(asked: Mapping[Member, Any], timeout: float | None) -> Answers:
     return answers
 
 
-def gather(method: Method, asked: Mapping[Member, Any], timeout: float | None) -> dict[int, Any]:
+def gather(method: Method, asked: Mapping[Member, Any], timeout: float | None, wait: Wait) -> dict[int, Any]:
     """The answers by worker.
 
     Raises:
         WorkerError: naming the workers that failed or did not answer in time, with the first failure as its cause; its
             ``results`` holds what the others gave, its ``failures`` the error of each that failed.
     """
-    answers = collect(asked, timeout)
+    answers = collect(asked, timeout, wait)
     if answers.failures:
         raise failure(method, answers)
     return answers.results
@@ -108,11 +109,11 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(error, RayError) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
-def caller(member: Member) -> Call:
+def caller(member: Member, wait: Wait) -> Call:
     """A function that calls methods of one worker's collector: ``call(method, *args, timeout=None, **kwargs)``."""
 
     def call(method: Method, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         answer = ask(member, method, args, kwargs)
-        return gather(method, {member: answer}, timeout)[member.worker]
+        return gather(method, {member: answer}, timeout, wait)[member.worker]
 
     return call

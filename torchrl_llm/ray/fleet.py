@@ -47,6 +47,7 @@ from torchrl_llm.ray.member import (
 )
 from torchrl_llm.ray.messages import Header
 from torchrl_llm.ray.newcomers import Newcomers
+from torchrl_llm.ray.patience import Patience
 from torchrl_llm.ray.prompts import ClusterPrompts
 from torchrl_llm.ray.roster import Roster
 from torchrl_llm.ray.schedule import Schedule
@@ -91,7 +92,7 @@ class Fleet:
         worker_timeout: float | None,
         prompts: ClusterPrompts | None = None,
     ) -> None:
-        self.roster = Roster(books)
+        self.roster = Roster(books, Patience(books, worker_timeout, self._give_up))
         self.lock = self.roster.lock
         self._members = self.roster.members
         self._failure = FirstFailure()
@@ -284,6 +285,15 @@ class Fleet:
             return
         self._restarts[member.worker] += 1
         self._launch(member.worker)
+
+    def _give_up(self, member: Member, why: str) -> None:
+        """Takes a worker for lost that whoever waits for an answer finds hung."""
+        with self.lock:
+            if member.state in (STARTING, COLLECTING):
+                self._lose(member, None, why)
+            elif member.state == FINISHED:
+                kill(member)  # it has nothing to do again; if more comes, that finds it dead
+        self._events.put(None)  # the reader may have a new worker, or an error, to hear of
 
     def _give_back(self, member: Member) -> None:
         """What a process that is over held is handed out again, if there is anybody left to hand it to."""

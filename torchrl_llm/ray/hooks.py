@@ -25,7 +25,8 @@ class WorkerHooks:
             timeout=None)`` that calls a method of its collector, when that is built and before it collects. On the
             thread that reads, so that no batch passes it by; for the first workers on the constructor's thread. If the
             worker dies in such a call, it is restarted.
-        on_worker_lost: called on the driver with the number of a worker whose process was lost, before it is restarted.
+        on_worker_lost: called on the driver with the number of a worker whose process was lost, before it is restarted,
+            on the thread that reads or on one that waits for the worker.
     """
 
     handle: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None

@@ -52,7 +52,7 @@ class Newcomers:
         """Calls the hook; returns the sign that the worker's process ended meanwhile, if it did."""
         assert self._hook is not None
         try:
-            self._hook(member.worker, calls.caller(member))
+            self._hook(member.worker, calls.caller(member, self._roster.wait))
         except WorkerError as error:
             failure = getattr(error, "failures", {}).get(member.worker)
             if failure is None or not calls.is_loss(failure):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -21,6 +21,7 @@ import ray
 from torchrl_llm.ray import calls
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.member import COLLECTING, Member
+from torchrl_llm.ray.patience import Patience, collects
 
 # Names of standing orders.
 WEIGHTS, VERSION, SEED, SLEEP = "weights", "version", "seed", "sleep"
@@ -47,6 +48,7 @@ class Roster:
 
     Args:
         books: the cluster's books, which say what state each is in.
+        patience: waits for what they answer.
 
     Attributes:
         members: those that are there, or were there last.
@@ -55,8 +57,9 @@ class Roster:
         asleep: whether their engines sleep.
     """
 
-    def __init__(self, books: ClusterBooks) -> None:
+    def __init__(self, books: ClusterBooks, patience: Patience) -> None:
         self._books = books
+        self._patience = patience
         self.lock = threading.RLock()
         self.members: dict[int, Member] = {}
         self.pauses = 0
@@ -107,13 +110,22 @@ class Roster:
         timeout: float | None = None,
     ) -> dict[int, Any]:
         """Calls a method of every worker's collector, with arguments that depend on the number of its process."""
-        return calls.gather(method, self._ask(self.lives(), method, arguments_for, kwargs), timeout)
+        return calls.gather(method, self._ask(self.lives(), method, arguments_for, kwargs), timeout, self.wait)
 
     def call_some(
         self, method: calls.Method, arguments: dict[int, tuple[Any, ...]], timeout: float | None = None
     ) -> calls.Answers:
         """Calls a method of some workers' collectors, with the arguments of each, by the number of its process."""
-        return calls.collect(self._ask(arguments, method, arguments.__getitem__), timeout)
+        return calls.collect(self._ask(arguments, method, arguments.__getitem__), timeout, self.wait)
+
+    def wait(self, asked: Mapping[Member, Any], timeout: float | None) -> None:
+        """Waits for what a call of any length gives; those whose batch the driver waits for go on meanwhile."""
+        self._patience.wait(asked, timeout, lambda member: not self.at_rest and collects(member))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nobody is expected to collect."""
+        return self.pauses > 0 or self.asleep
 
     def _ask(
         self,
@@ -129,7 +141,14 @@ class Roster:
 
     # Standing orders
 
-    def order(self, name: str, method: calls.Method, arguments_for: ArgumentsFor, timeout: float | None = None) -> None:
+    def order(
+        self,
+        name: str,
+        method: calls.Method,
+        arguments_for: ArgumentsFor,
+        timeout: float | None = None,
+        at_rest: bool | None = None,
+    ) -> None:
         """Calls a method of every worker's collector, and of those that come later, before they take part.
 
         It replaces the order of that name, unless all workers refuse it. One whose process ends meanwhile is no
@@ -140,12 +159,19 @@ class Roster:
             method: what is called.
             arguments_for: its arguments, by the number of the worker's process.
             timeout: seconds to wait for all workers together.
+            at_rest: whether nobody is expected to get on until the order is carried out; by default as it is now.
 
         Raises:
             WorkerError: naming the workers that have not carried it out; see :func:`~torchrl_llm.ray.calls.gather`.
         """
         asked = self._ask(self.lives(), method, arguments_for, send=calls.order)
-        answers = calls.collect(asked, timeout)
+        resting = self.at_rest if at_rest is None else at_rest
+
+        def wait(asked: Mapping[Member, Any], timeout: float | None) -> None:
+            # Between the turns, or quickly: also one whose batch waits for the driver is to carry it out.
+            self._patience.wait(asked, timeout, lambda member: not resting and member.state == COLLECTING)
+
+        answers = calls.collect(asked, timeout, wait)
         failures = {worker: error for worker, error in answers.failures.items() if not calls.is_loss(error)}
         refused = failures and not answers.results and not any(isinstance(e, TimeoutError) for e in failures.values())
         if not refused:
@@ -154,7 +180,7 @@ class Roster:
                 self._standing[name] = Standing(self._orders, method, arguments_for)
                 # Those that have become ready meanwhile; all that come later see the order above.
                 late = self._ask(set(self.lives()) - {m.life for m in asked}, method, arguments_for, send=calls.order)
-            more = calls.collect(late, timeout)
+            more = calls.collect(late, timeout, wait)
             answers.results.update(more.results)
             failures |= {worker: error for worker, error in more.failures.items() if not calls.is_loss(error)}
         if failures:
@@ -173,10 +199,10 @@ class Roster:
         """Brings all workers to rest."""
         with self.lock:
             self.pauses += 1
-            resting = self._tell_collecting("pause") if self.pauses == 1 else []
-        if resting:
-            ray.wait(resting, num_returns=len(resting))
+            resting = self._tell_collecting("pause") if self.pauses == 1 else {}
         try:
+            # Who is not at rest yet works on something.
+            self._patience.wait(resting, None, lambda member: True)
             yield
         finally:
             with self.lock:
@@ -185,5 +211,5 @@ class Roster:
                 if self.pauses == 0 and ray.is_initialized():
                     self._tell_collecting("resume")
 
-    def _tell_collecting(self, method: str) -> list[Any]:
-        return [getattr(member.actor, method).remote() for member in self.in_state(COLLECTING)]
+    def _tell_collecting(self, method: str) -> dict[Member, Any]:
+        return {member: getattr(member.actor, method).remote() for member in self.in_state(COLLECTING)}

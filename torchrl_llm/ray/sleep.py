@@ -48,9 +48,10 @@ class ClusterSleep(SleepRules):
                 without weights.
         """
         self._check_can_sleep(level)
+        at_rest = self._roster.at_rest
         self._roster.asleep = True
         try:
-            self._roster.order(SLEEP, fall_asleep, lambda life: (level,))
+            self._roster.order(SLEEP, fall_asleep, lambda life: (level,), at_rest=at_rest)
         except BaseException as error:
             try:
                 with contextlib.suppress(WorkerError):

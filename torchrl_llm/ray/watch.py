@@ -16,6 +16,11 @@ REPORT_SECONDS = 1.0
 START_SECONDS = 1800.0
 
 
+def interval_of(worker_timeout: float | None) -> float:
+    """Seconds from one look at the workers to the next."""
+    return REPORT_SECONDS if worker_timeout is None else min(REPORT_SECONDS, worker_timeout / 4)
+
+
 class Watch:
     """Looks after workers while the driver waits for them.
 
@@ -30,7 +35,7 @@ class Watch:
         self._worker_timeout = worker_timeout
         self._asked = time.monotonic()
         # Often enough for the books to know, when a worker is given up, what goes with it.
-        self.interval = REPORT_SECONDS if worker_timeout is None else min(REPORT_SECONDS, worker_timeout / 4)
+        self.interval = interval_of(worker_timeout)
 
     def ask_for_reports(self, members: Iterable[Member]) -> None:
         """Asks those that collect for their books, about once a second."""
