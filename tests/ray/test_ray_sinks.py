@@ -147,7 +147,7 @@ class Fleet:
 
     def refresh(self) -> None: ...
     def begin(self) -> None: ...
-    def finish_all(self) -> None: ...
+    def finish_all(self, deadline: float) -> None: ...
 
 
 class Groups:
@@ -266,7 +266,7 @@ def test_of_a_batch_that_was_put_together_what_is_left_comes_again(store: dict[s
 def test_what_is_lost_while_the_collection_stops_is_no_error(store: dict[str, Parcel]) -> None:
     arrivals = [arrival(0, "a", "b", ref="first"), arrival(2, "c", "d", ref="second")]
     handover, _, books, groups, target = collection(arrivals, ["first"], size=2, total=-1, launched=4)
-    handover.write_rest(target, room_until=0.0)
+    handover.write_rest(target, room_until=0.0, deadline=0.0)
     assert target.texts == [["second"]]
     assert groups.back == [(0, 0), (1, 0)]
     fakes.assert_settled(books.snapshot())

@@ -14,12 +14,12 @@ class Roster:
     """Workers that fail in what they are told to fail in."""
 
     def __init__(self, failing: dict[Any, BaseException]) -> None:
-        self.asleep = False
+        self.asleep = self.at_rest = False
         self.refreshed = 0
         self.failing = failing
         self.orders: list[Any] = []
 
-    def order(self, name: str, method: Any, arguments_for: Any) -> None:
+    def order(self, name: str, method: Any, arguments_for: Any, at_rest: bool | None = None) -> None:
         self.orders.append(method)
         if method in self.failing:
             raise self.failing[method]
