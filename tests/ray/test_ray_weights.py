@@ -18,6 +18,7 @@ from test_faults import pid_of, wait_until
 from torchrl_llm import LLMCollector, RayCollector, WorkerError
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.member import Member
+from torchrl_llm.ray.patience import Patience
 from torchrl_llm.ray.roster import SLEEP, WEIGHTS, Roster
 from torchrl_llm.ray.weights import ClusterWeights
 
@@ -201,13 +202,19 @@ class Newcomer:
     def __init__(self) -> None:
         self.policy_version = 0
         self.weights: Any = None
-        self._pool = self
+        self._weights = self
 
     def update_policy_weights_(self, weights: Any, version: int, **others: Any) -> None:
         self.weights, self.policy_version = others["marked"], version
 
-    def restore_version(self, version: int) -> None:
-        self.policy_version = version
+    def count_from(self, version: int) -> None:
+        self.policy_version = max(self.policy_version, version)
+
+
+def idle_roster() -> Roster:
+    """One without workers, which waits for nobody."""
+    books = ClusterBooks()
+    return Roster(books, Patience(books, None, give_up=lambda member, why: None))
 
 
 def orders_of(roster: Roster) -> list[Any]:
@@ -222,7 +229,7 @@ def orders_of(roster: Roster) -> list[Any]:
 
 @pytest.mark.parametrize("moves", ["load", "push load", "load push", "push load push", "load push load", "push push"])
 def test_a_newcomer_has_the_last_pushed_weights_under_the_clusters_version(moves: str) -> None:
-    roster = Roster(ClusterBooks())
+    roster = idle_roster()
     cluster = ClusterWeights(roster, lambda: None)
     pushed, version = None, 0
     for number, move in enumerate(moves.split()):
@@ -240,7 +247,7 @@ def test_a_newcomer_has_the_last_pushed_weights_under_the_clusters_version(moves
 
 
 def test_a_state_with_an_older_version_than_the_weights_does_not_count_back() -> None:
-    cluster = ClusterWeights(roster := Roster(ClusterBooks()), lambda: None)
+    cluster = ClusterWeights(roster := idle_roster(), lambda: None)
     cluster.update(None, 7, others={"marked": "new"})
     cluster.restore(3)
     worker: Any = Newcomer()
@@ -250,7 +257,7 @@ def test_a_state_with_an_older_version_than_the_weights_does_not_count_back() ->
 
 
 def test_a_newcomer_gets_the_weights_before_it_falls_asleep_whatever_came_first_before() -> None:
-    roster = Roster(ClusterBooks())
+    roster = idle_roster()
     cluster = ClusterWeights(roster, lambda: None)
     roster.order(SLEEP, "sleep", lambda life: ())
     roster.order(SLEEP, "wake_up", lambda life: ())

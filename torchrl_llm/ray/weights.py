@@ -198,4 +198,4 @@ def adopt(collector: Any, weights: Any, version: int, mode: str | None, others: 
 
 def count_from(collector: Any, version: int) -> None:
     """In a worker: goes on counting from the version of a saved state, unless it is further already."""
-    collector._weights.count_from(max(version, collector.policy_version))
+    collector._weights.count_from(version)
