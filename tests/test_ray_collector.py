@@ -458,7 +458,7 @@ def test_the_properties_and_calls_of_the_collector_have_values_L43_L44(ray_clust
         assert next(collector)["text"] == ["q0#0", "q1#0"]
         state = collector.state_dict()
         assert (state["seed"], state["policy_version"], state["ledger"]["turns"]) == (1, 0, 2)
-        with pytest.raises(TypeError, match=r"policy 0 is a .* without weights that can be updated"):
+        with pytest.raises(TypeError, match="the policy is a function without weights that can be updated"):
             collector.update_policy_weights_({"weight": torch.zeros(1)})
         with pytest.raises(CollectorError, match=r"update_policy_weights_\(\)"):
             collector.increment_version()
