@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 
 from torchrl_llm.bridge import KeyBridge, merge_entry, shallow_copy
 from torchrl_llm.deadlines import Deadlines, Limits
+from torchrl_llm.env_threads import Call
 from torchrl_llm.envs import Row, Slot
 from torchrl_llm.ledger import Ledger
 from torchrl_llm.policies.runner import Ticket
@@ -108,9 +109,9 @@ class Timeouts:
         if not ticket.runner.cut(ticket):
             logger.warning("slot %d: a response takes too long and cannot be cut: it is waited for", ticket.env_id)
 
-    def _has_just_begun(self, slot: Slot, rollout: Rollout) -> bool:
+    def _has_just_begun(self, slot: Slot, call: Call, rollout: Rollout) -> bool:
         """Whether a call came late to its thread, so that it may not be stuck; it then has a little more time."""
-        seconds = None if slot.call is None else rollout.threads.seconds_in(slot.call)
+        seconds = rollout.threads.seconds_in(call)
         left = 0.0 if seconds is None else OWN_SHARE * self.limits.shortest - seconds
         if left <= 0:
             return False
@@ -118,7 +119,7 @@ class Timeouts:
         return True
 
     def _give_up_call(self, slot: Slot, rollout: Rollout) -> None:
-        if slot.call is None or self._has_just_begun(slot, rollout):
+        if slot.call is None or self._has_just_begun(slot, slot.call, rollout):
             return
         stuck = rollout.threads.give_up(slot.call)
         if stuck is None:

@@ -224,22 +224,22 @@ class PolicyWeights:
         The runners of other collectors that have the same module are among them, and so is a callable without weights:
         it rests with the others, and its version is theirs.
         """
-        found: dict[int, WeightTarget] = {}
-        for runner in self._pool.runners:
-            target = runner.weight_target()
-            if target is None or target.gone:
-                continue
-            for one in target.all_with_the_module() if isinstance(target, ModuleTarget) else [target]:
-                if not one.gone:
-                    found.setdefault(id(one.owner), one)
-        return list(found.values())
+        shared: list[WeightTarget] = []
+        for target in self._own_targets():
+            shared += target.all_with_the_module() if isinstance(target, ModuleTarget) else [target]
+        return _each_owner_once(shared)
+
+    def _own_targets(self) -> list[WeightTarget]:
+        """Those of the collector's own runners; all engines are among them."""
+        targets = [runner.weight_target() for runner in self._pool.runners]
+        return _each_owner_once([target for target in targets if target is not None])
 
     def _engines(self) -> list[Any]:
         """The targets that can sleep."""
-        return [target for target in self._targets() if hasattr(target, "sleep")]
+        return [target for target in self._own_targets() if hasattr(target, "sleep")]
 
     def _engine_owners(self) -> list[EngineOwner]:
-        owners = [target.owner for target in self._targets()]
+        owners = [target.owner for target in self._own_targets()]
         return [owner for owner in owners if isinstance(owner, EngineOwner)]
 
     def restore(self, runner: Runner) -> None:
@@ -311,6 +311,14 @@ class PolicyWeights:
             "weight_update_seconds": self._seconds,
             "tokens_discarded": self._pool.tokens_discarded,
         }
+
+
+def _each_owner_once(targets: list[WeightTarget]) -> list[WeightTarget]:
+    found: dict[int, WeightTarget] = {}
+    for target in targets:
+        if not target.gone:
+            found.setdefault(id(target.owner), target)
+    return list(found.values())
 
 
 def _switch_resting(

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from torchrl_llm.ray.books import ClusterBooks
 from torchrl_llm.ray.member import COLLECTING, Member
 from torchrl_llm.ray.messages import Header
-from torchrl_llm.ray.watch import interval_of
+from torchrl_llm.ray.watch import interval_of, no_progress
 
 # Whether a worker that has not answered must get on with its turns meanwhile.
 Expected = Callable[[Member], bool]
@@ -82,11 +82,10 @@ class Patience:
         if sign is None or self._has_come(member, sign):
             sign = signs[member] = Sign(member.actor.report.remote(), time.monotonic())
         now = time.monotonic()
-        limit = f"(worker_timeout: {self._worker_timeout:g})"
-        if now - sign.asked > self._worker_timeout:
-            self._give_up(member, f"has not answered for {now - sign.asked:.1f} s {limit}")
+        if (silent := now - sign.asked) > self._worker_timeout:
+            self._give_up(member, f"has not answered for {silent:.1f} s (worker_timeout: {self._worker_timeout:g})")
         elif since is not None and (idle := now - max(since, member.progress)) > self._worker_timeout:
-            self._give_up(member, f"has made no progress for {idle:.1f} s {limit}")
+            self._give_up(member, no_progress(idle, self._worker_timeout))
 
     def _has_come(self, member: Member, sign: Sign) -> bool:
         if not ray.wait([sign.ref], timeout=0)[0]:

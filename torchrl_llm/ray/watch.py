@@ -21,6 +21,11 @@ def interval_of(worker_timeout: float | None) -> float:
     return REPORT_SECONDS if worker_timeout is None else min(REPORT_SECONDS, worker_timeout / 4)
 
 
+def no_progress(idle: float, worker_timeout: float) -> str:
+    """Why a worker is given up that should have got on."""
+    return f"has made no progress for {idle:.1f} s (worker_timeout: {worker_timeout:g})"
+
+
 class Watch:
     """Looks after workers while the driver waits for them.
 
@@ -55,9 +60,7 @@ class Watch:
             idle = now - member.progress
             collecting = member.state == COLLECTING and member.taking is not None and not paused
             if collecting and self._worker_timeout is not None and idle > self._worker_timeout:
-                found.append(
-                    (member, f"has made no progress for {idle:.1f} s (worker_timeout: {self._worker_timeout:g})")
-                )
+                found.append((member, no_progress(idle, self._worker_timeout)))
             elif member.state == STARTING and not member.ready and idle > START_SECONDS:
                 found.append((member, f"was not built within {idle:.1f} s"))
         return found
